@@ -1,4 +1,4 @@
-"""Loaders and their parts that a person can also use by themselves."""
+"""Data loaders and datasets that also work without the rest of hasten, in any PyTorch training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "sample_rng",
 ]
 
-_ROOMS = {
+_SUBMODULES = {
     "DataLoader": "loader",
     "Fault": "sample_fetcher",
     "ParquetDataset": "parquet",
@@ -38,9 +38,9 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: techniques use parts of this room, and a script that is run waits for no others."""
+    """Import a public name on first use, so that a script pays only for the submodules it needs."""
     from importlib import import_module
 
-    if name not in _ROOMS:
+    if name not in _SUBMODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_SUBMODULES[name]}"), name)

@@ -1,4 +1,8 @@
-"""The names that a function's code refers to, and which code is inspected."""
+"""Reads from a function's bytecode which names it refers to, and decides which code to inspect.
+
+Before hasten keeps a sample or makes it elsewhere, it must know what the sample depends on and does. Bytecode cannot
+show that in full, so names decide: code that names `write` may write. The word lists below err on the safe side.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from typing import Any
 
 from hasten.evidence.libraries import is_library
 
-# Libraries whose functions depend on their arguments only (and on random generators and files): not looked into.
+# Libraries whose functions depend only on their arguments, random generators and files: their code is not inspected.
 TRUSTED = frozenset(sys.stdlib_module_names - {"__main__"}) | {
     *("torch", "torchvision", "torchaudio", "numpy", "PIL", "scipy", "pandas", "cv2", "skimage", "sklearn", "tqdm"),
     *("albumentations", "transformers", "tokenizers", "datasets", "timm", "einops", "h5py", "hasten"),
 }
 
 
-ALWAYS = ("torch", "numpy", "hasten")  # trusted wherever they lie: people build them in a folder of their own
+ALWAYS = ("torch", "numpy", "hasten")  # trusted in any folder: people build these from source
 
 
 def words(text: str) -> frozenset[str]:
@@ -27,13 +31,14 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# A sample that says or writes something does so in another process or order, or not at all where it is kept.
+# A sample that prints or writes something would do it in another process or order, or not at all if it is cached.
 SAYS = words("print input exec eval globals logging lseek get_worker_info current_process getLogger get_ident")
 WRITES = words(
     "write writelines write_text write_bytes dump imwrite to_csv to_pickle savetxt savez savez_compressed tofile save "
     "mkdir makedirs unlink rename rmtree touch system popen Popen check_call check_output setattr"
 )
-# What no look at objects and opened files shows: files' state, the process and its clock, generators, names made up.
+# Inputs that inspecting objects and opened files cannot show: files' state, the process, the clock, new generators,
+# names computed at run time.
 UNSEEN = words(
     "exists isfile is_file isdir is_dir stat lstat getmtime getsize access lexists islink is_symlink readlink realpath "
     "resolve samefile environ environb getenv getenvb expandvars expanduser home argv orig_argv flags getpid "
@@ -44,7 +49,7 @@ UNSEEN = words(
     "vars __dict__ __globals__ __getattribute__ modules import_module __import__ locate resolve_name _getframe "
     "builtins __builtins__ truetype load_default getOpenProfile set_flush_denormal set_printoptions"
 )
-# What reads files where Python does not hear of it.
+# Names that read files without Python's audit events.
 UNREAD = words(
     "cv2 imread read_image read_file read_video decode_image h5py File memmap from_file skimage imageio soundfile "
     "torchaudio librosa decord av lmdb zarr pyarrow read_parquet pandas sqlite3 fromfile pread preadv "
@@ -53,20 +58,21 @@ UNREAD = words(
 
 
 def is_trusted(thing: Any) -> bool:
-    """Whether a class, function or module is of a library that is not looked into."""
+    """Return whether a class, function or module belongs to a library whose code is not inspected."""
     if isinstance(thing, FunctionType):
-        # Where its code is from: `functools.wraps` gives the script's function a library's name, and the reverse.
+        # Judge by the code's file, not `__module__`: `functools.wraps` gives the script's function a library's name, or
+        # the reverse.
         name, file = thing.__globals__.get("__name__"), thing.__code__.co_filename
         return isinstance(name, str) and is_of_library(name) and (_is_always(name) or _is_librarys(file))
     if isinstance(thing, ModuleType):
-        name = thing.__name__  # its own `__getattr__` may answer for anything else
+        name = thing.__name__  # not getattr(): a module's own `__getattr__` may answer any other name
     else:
         name = getattr(thing, "__module__", None) or getattr(thing, "__name__", None) or ""
     return not isinstance(name, str) or is_of_library(name)
 
 
 def is_of_library(module: str) -> bool:
-    """Whether a module's name is of a library that is not looked into."""
+    """Return whether a module name belongs to a library whose code is not inspected."""
     return _is_always(module) or (module.partition(".")[0] in TRUSTED and is_installed(module.partition(".")[0]))
 
 
@@ -75,11 +81,11 @@ def _is_always(module: str) -> bool:
 
 
 def _is_librarys(file: str) -> bool:
-    return file.startswith("<") or is_library(file)  # "<frozen os>", what a library made by `exec`
+    return file.startswith("<") or is_library(file)  # "<frozen os>", or code that a library ran by `exec`
 
 
 def is_installed(top: str) -> bool:
-    """Whether the module of a library's name is that library: a folder `datasets` beside train.py is the script's."""
+    """Return whether the loaded module of this name is the library: a folder `datasets` next to train.py is not."""
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list(getattr(module, "__path__", ()))
@@ -87,12 +93,12 @@ def is_installed(top: str) -> bool:
 
 
 def names_of(function: FunctionType) -> frozenset[str]:
-    """Return all names of globals and attributes in a function's code, functions inside it included."""
+    """Return all names of globals and attributes in a function's code, including functions nested in it."""
     return frozenset(name for code in codes_of(function.__code__) for name in code.co_names)
 
 
 def stores(function: FunctionType, elements: bool = False) -> bool:
-    """Whether a function's code sets attributes or globals; with `elements`, entries of containers as well."""
+    """Return whether a function's code sets attributes or globals or, with `elements`, entries of containers."""
     names = ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", *("STORE_SUBSCR", "DELETE_SUBSCR") * elements)
     return any(
         instruction.opname in names
@@ -102,7 +108,7 @@ def stores(function: FunctionType, elements: bool = False) -> bool:
 
 
 def named_at_run_time(function: FunctionType) -> tuple[set[str], bool]:
-    """Return the names that a function gives to `getattr`, and whether it gives any that its code does not show."""
+    """Return the constant names that a function passes to `getattr`, and whether it passes any computed ones."""
     names: set[str] = set()
     hidden = False
     for code in codes_of(function.__code__):
@@ -110,20 +116,20 @@ def named_at_run_time(function: FunctionType) -> tuple[set[str], bool]:
         for place, step in enumerate(steps):
             if step.argval not in ("getattr", "attrgetter", "methodcaller") or not step.opname.startswith("LOAD_"):
                 continue
-            given: set[str] = set()
+            constants: set[str] = set()
             for other in steps[place + 1 :]:
                 if not other.opname.startswith("LOAD_"):
                     break
                 if other.opname == "LOAD_CONST" and isinstance(other.argval, str):
-                    given.add(other.argval)
-            shown = bool(given) and other.opname in ("PRECALL", "CALL")
-            names |= {part for name in given for part in name.split(".")} if shown else set()
+                    constants.add(other.argval)
+            shown = bool(constants) and other.opname in ("PRECALL", "CALL")
+            names |= {part for name in constants for part in name.split(".")} if shown else set()
             hidden = hidden or not shown
     return names, hidden
 
 
 def formats(function: FunctionType) -> bool:
-    """Whether a function's code may ask objects for their text: f-strings, `str(it)`, `"%s" % it`."""
+    """Return whether a function may convert objects to text: f-strings, `str(it)`, `"%s" % it`."""
     if names_of(function) & {"str", "repr", "format", "format_map", "ascii"}:
         return True
     return any(
@@ -135,7 +141,7 @@ def formats(function: FunctionType) -> bool:
 
 
 def makes_unseeded(function: FunctionType) -> bool:
-    """Whether a function's code makes a `random.Random()` without a seed."""
+    """Return whether a function makes a `random.Random()` without a seed."""
     for code in codes_of(function.__code__):
         steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
         for step, then in itertools.pairwise(steps):
@@ -145,7 +151,7 @@ def makes_unseeded(function: FunctionType) -> bool:
 
 
 def imports_of(function: FunctionType) -> list[str]:
-    """Return the modules that a function's code imports when it runs, by their full names."""
+    """Return the full names of the modules that a function imports when it runs."""
     names = []
     for code in codes_of(function.__code__):
         steps = list(dis.get_instructions(code))
@@ -160,7 +166,7 @@ def imports_of(function: FunctionType) -> list[str]:
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """Yield a function's code, and that of functions inside it."""
+    """Yield a function's code object, and those of functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -168,16 +174,16 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
 
 
 def is_set(cell: CellType) -> bool:
-    """Whether a closure's variable has a value yet."""
+    """Return whether a closure variable has a value yet."""
     try:
-        cell.cell_contents  # noqa: B018 - an empty cell says so by raising
+        cell.cell_contents  # noqa: B018 - an empty cell raises ValueError
     except ValueError:
         return False
     return True
 
 
 def globals_of(function: FunctionType) -> list[str]:
-    """Return the globals that a function's code reads, in order, and what was put among Python's own names."""
+    """Return the globals that a function reads, sorted, including names that a script added to `builtins`."""
     return sorted(
         {
             instruction.argval

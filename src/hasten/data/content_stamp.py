@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-_BLOCK = 1 << 15  # elements that are weighed by one row of odd weights
-_MOST_COPIED = 8 << 20  # bytes of an array whose rows are kept: labels and weights of some million samples
+_BLOCK = 1 << 15  # elements summed with one set of odd weights
+_MOST_COPIED = 8 << 20  # bytes of an array whose rows are kept: enough for the labels of a million samples
 _weights: Any = None
 
 
@@ -19,10 +19,10 @@ class Stamp:
     """A stamp of an array, tensor or generator, equal for equal contents.
 
     Args:
-        name: Under which it is spoken of.
+        name: Its name in messages.
         thing: The object.
-        head: Reads what is quickly read: where it lies, its shape, how often it was changed.
-        body: Reads a number that stands for its contents.
+        head: Reads what is quick to read: memory address, shape, version counter.
+        body: Reads a checksum of its contents.
         size: Bytes of the contents.
     """
 
@@ -41,7 +41,7 @@ class Stamp:
         return self._thing
 
     def told(self) -> bytes:
-        """Return a digest of its contents that is the same in every process."""
+        """Return a digest of the contents that is the same in every process."""
         held = _rows_of(self._thing) if not isinstance(self._thing, bytearray | array.array) else None
         if held is None and Stamp.memory_of(self._thing) is not None:
             held = _bits_of(self._thing)
@@ -54,7 +54,7 @@ class Stamp:
         return repr(shape).encode() + hashlib.blake2b(content.data, digest_size=20).digest()
 
     def keep_rows(self) -> bool:
-        """Keep a copy of an array or tensor of many rows, so that single rows can be looked at; False if it is none."""
+        """Copy an array or tensor with rows, so that single rows can be compared; return False if it has none."""
         rows = _rows_of(self._thing)
         if rows is None or rows.ndim == 0 or len(rows) < 2 or rows.nbytes > _MOST_COPIED:
             return False
@@ -62,7 +62,7 @@ class Stamp:
         return True
 
     def row_changed(self, indices: list[Any]) -> bool:
-        """Whether rows are others than when they were kept."""
+        """Return whether these rows have changed since `keep_rows`."""
         rows = _rows_of(self._thing)
         asked = [i for i in indices if type(i) is int and -len(self._rows) <= i < len(self._rows)]
         if rows is None or rows.shape != self._rows.shape or rows.dtype != self._rows.dtype:
@@ -70,16 +70,16 @@ class Stamp:
         return bool(rows[asked].tobytes() != self._rows[asked].tobytes())
 
     def changed(self, whole: bool) -> bool:
-        """Whether it is another; `whole`: look at the contents too."""
+        """Return whether the object has changed: its head only or, if `whole`, its contents too."""
         return bool(self._head(self._thing) != self._was[0] or (whole and self._body(self._thing) != self._was[1]))
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether its memory has bytes of this range."""
+        """Return whether its memory overlaps this range of addresses."""
         return self._memory is not None and start < self._memory[1] and self._memory[0] < end
 
     @staticmethod
     def memory_of(thing: Any) -> tuple[int, int] | None:
-        """Return the first byte and the end of an array's memory; None for anything else."""
+        """Return the first address and the end of an array's or tensor's memory; None for anything else."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and isinstance(thing, torch.Tensor):
             if thing.layout is not torch.strided or thing.device.type == "meta":
@@ -95,7 +95,7 @@ class Stamp:
 
     @staticmethod
     def of(name: str, value: Any) -> Stamp | str | None:
-        """Return a value's stamp; what it is if it has none and cannot be looked into; None if it is something else."""
+        """Return a value's stamp, or, as text, why an array or generator can't have one; None for other values."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         if isinstance(value, array.array | bytearray):
             return Stamp(name, value, len, lambda held: zlib.crc32(bytes(held)), len(bytes(value)))
@@ -115,7 +115,7 @@ class Stamp:
 
 
 def _rows_of(thing: Any) -> Any:
-    """Return an array of what a stamp stands for; None where it has no rows."""
+    """Return an object's contents as a NumPy array; None if it is no array, or NumPy lacks its kind."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -127,14 +127,14 @@ def _rows_of(thing: Any) -> Any:
 
 
 def _bits_of(tensor: Any) -> Any:
-    """Return a tensor's bytes as an array: of types that NumPy lacks, of conjugated views."""
+    """Return a tensor's bytes as an array, also for dtypes that NumPy lacks and for conjugated views."""
     import torch
 
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _order(thing: Any) -> tuple[int, ...]:
-    """Return strides: they decide which kernels compute."""
+    """Return the strides, which decide the kernels that run and so the results' rounding."""
     return tuple(thing.stride()) if hasattr(thing, "stride") else tuple(thing.strides)
 
 
@@ -154,8 +154,8 @@ def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:
 
 def _tensor_head(tensor: Any) -> Any:
     version = None if tensor.is_inference() else tensor._version
-    what = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-    return *what, version, len(tensor.__dict__)  # with attributes that a script gives it
+    fields = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    return *fields, version, len(tensor.__dict__)  # the script may set attributes on a tensor
 
 
 def _tensor_body(tensor: Any) -> int:
@@ -167,7 +167,12 @@ def _array_head(held: Any) -> Any:
 
 
 def checksum(held: Any) -> int:
-    """Return a number that stands for an array's contents: any element changed, or two exchanged, gives another."""
+    """Return a checksum of an array's contents that changes with any single element, and with the elements' order.
+
+    Each block of 64-bit words is multiplied by fixed random odd weights and summed: an odd weight never cancels the
+    change of a single word, and different weights tell the order. Limit: odd weights act alike on a word's top bit, the
+    sign of a float64, so flipping the signs of an even number of float64 elements in a block goes unnoticed.
+    """
     global _weights
     import numpy
 

@@ -1,4 +1,4 @@
-"""Which functions give the same result each time, judged by their code and what it reaches."""
+"""Decides whether functions give the same result each time, by their code and what it reaches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DRAWS = words(
 
 
 def why_not_deterministic(snapshot: Snapshot) -> str:
-    """Return why what a snapshot goes through may not give the same each time; "" where it does."""
+    """Return why the code in a snapshot may not give the same result each time; "" if it does."""
     if snapshot.blind:
         return f"what samples are made of {snapshot.blind}"
     named = sorted(snapshot.names & (SAYS | WRITES | UNSEEN | UNREAD))
@@ -28,29 +28,33 @@ def why_not_deterministic(snapshot: Snapshot) -> str:
 
 
 def why_not_threaded(snapshot: Snapshot) -> str:
-    """Return why what a snapshot goes through must not run on another thread, beside the training; "" where it may.
+    """Return why the code in a snapshot must not run in a thread during the training; "" if it may.
 
-    What draws there would take numbers that are the training's, and nobody could put them back: names decide, also
-    those of objects that are reached (a `RandomCrop` in a list of transforms), before anything runs.
+    Code that draws random numbers there would advance the training's generators, and nobody could restore them. So it
+    is refused before anything runs, by names: in code, and of reached objects (a `RandomCrop` in a list of
+    transforms).
     """
     if why := why_not_deterministic(snapshot) or why_it_draws(snapshot):
         return why
-    module = next((held for held in snapshot.reached() if _is_module(held)), None)
+    module = next((reached for reached in snapshot.reached() if _is_module(reached)), None)
     return "" if module is None else f"it reaches a {type(module).__qualname__}, which may draw random numbers"
 
 
 def why_it_draws(snapshot: Snapshot) -> str:
-    """Return the name in a snapshot by which code draws random numbers, or ""; a torch.nn.Module may draw, too."""
+    """Return why the code in a snapshot may draw random numbers, by its names; "" if none says so.
+
+    It does not consider torch.nn.Modules, which may draw too.
+    """
     drawing = sorted(name for name in snapshot.names if name in _DRAWS or "random" in name.lower())
     if drawing:
         return f"its code names `{drawing[0]}`: it may draw random numbers"
-    for held in snapshot.reached():
-        kind = type(held)
+    for reached in snapshot.reached():
+        kind = type(reached)
         if "random" in kind.__name__.lower() or kind.__name__ == "Generator":
             return f"it reaches a {kind.__qualname__}, which may draw random numbers"
     return ""
 
 
 def _is_module(held: Any) -> bool:
-    """Whether it is a torch.nn.Module, whose forward may hold a dropout; torchvision's v2 transforms are ones too."""
+    """Return whether an object is a torch.nn.Module, whose forward may have dropout; torchvision v2 transforms are."""
     return any(f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module" for base in type(held).__mro__)

@@ -1,4 +1,4 @@
-"""The folder of cached samples on a disk: which disk, how many bytes, and which file is evicted first."""
+"""The folder of cached samples on a disk: chooses the disk, limits the bytes, and evicts files."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ MARK = b"hasten1s"
 NEXT_AT, GRANTED_AT, SPOILT_AT = 16, 24, 32
 SUFFIX = ".samples"
 _LOCK = ".hasten-samples-lock"
-_OURS = re.compile(r"[0-9a-f]{40}-[0-9a-f]+\.samples")  # a folder that a person names may hold others
+_OURS = re.compile(r"[0-9a-f]{40}-[0-9a-f]+\.samples")  # the user's folder may hold other files
 _CHUNK = 16 << 20  # bytes granted to a file at a time
-_MARGIN = 256 << 20  # bytes of the disk that are left to others
-_SHARE = 4  # by default, a quarter of what is free
+_MARGIN = 256 << 20  # free bytes to leave on the disk
+_SHARE = 4  # the default limit is 1/4 of the free space
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
-_held: set[int] = set()  # descriptors whose lock a thread holds now
+_held: set[int] = set()  # file descriptors that threads hold locked now
 _hooked = False
 
 
 class SampleFolder:
-    """A folder of bounded size in which several processes keep samples, a file for each state of a dataset.
+    """A folder of bounded size in which several processes keep samples, with a file for each state of a dataset.
 
     Args:
-        folder: Where files lie; made if it is missing. None: a folder of this user on the fastest local disk.
-        limit: Bytes of all files together. None: a quarter of what is free, what lies there already included.
+        folder: The folder; created if missing. None: a folder of this user on the fastest local disk.
+        limit: Bytes of all files together. None: a quarter of the free space, counting the existing files as free.
 
     Raises:
-        HastenError: There is no disk, or the folder belongs to somebody else or cannot be written.
+        HastenError: There is no suitable disk, or the folder belongs to another user or is not writable.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, limit: int | None = None) -> None:
@@ -57,17 +57,18 @@ class SampleFolder:
         self.limit = limit if limit is not None else (shutil.disk_usage(self.path).free + self.taken()) // _SHARE
 
     def _check_owner(self) -> None:
-        """Raise where another user could put samples into the folder, which would then be unpickled."""
-        found = self.path.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        """Raise PermissionError if another user could write samples into the folder, which would be unpickled here."""
+        status = self.path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(errno.EPERM, "it is not this user's own, or others may write to it")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, which excludes other processes and other threads; the kernel frees a killed one's."""
+        """Hold the folder's lock against other processes and threads; the kernel releases a killed process's lock."""
         global _hooked
         if not _hooked:
-            # A process that another thread forks meanwhile inherits the descriptor, and with it the lock.
+            # If another thread forks while the lock is held, the child inherits the descriptor and with it the lock,
+            # and would keep it: close it there.
             os.register_at_fork(after_in_child=_forget_locks)
             _hooked = True
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -84,7 +85,9 @@ class SampleFolder:
         return sum(granted for _, granted, _ in self._files())
 
     def grant(self, fd: int, end: int) -> bool:
-        """Let a file grow to `end` bytes; the caller holds the lock. Files that nobody uses go where that is too much.
+        """Let a file grow to `end` bytes, evicting unused files if needed; return False if the limit forbids it.
+
+        The caller holds the lock.
 
         Raises:
             OSError: The disk is full.
@@ -107,7 +110,7 @@ class SampleFolder:
         return True
 
     def _evict(self, bytes_over: int, own: int) -> int:
-        """Remove files that no process has open, what was opened longest ago first; return how many bytes they had."""
+        """Remove files that no process has open, least recently opened first; return the bytes they had."""
         removed = 0
         for path, size, inode in sorted(self._files(), key=lambda file: _opened_at(file[0])):
             if removed >= bytes_over:
@@ -115,14 +118,14 @@ class SampleFolder:
             if inode == own:
                 continue
             with contextlib.suppress(OSError), _descriptor(path) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where a process uses it
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process uses the file
                 path.unlink()
                 removed += size
         return removed
 
     def _files(self) -> list[tuple[Path, int, int]]:
         """Return path, granted bytes and inode of each file of samples."""
-        found = []
+        files = []
         for path in self.path.glob(f"*{SUFFIX}"):
             if not _OURS.fullmatch(path.name):
                 continue
@@ -130,8 +133,8 @@ class SampleFolder:
                 head = os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0")
                 mark, _, _, granted, _ = HEAD.unpack(head)
                 if mark == MARK:
-                    found.append((path, granted, os.fstat(fd).st_ino))
-        return found
+                    files.append((path, granted, os.fstat(fd).st_ino))
+        return files
 
 
 @contextlib.contextmanager
@@ -146,19 +149,19 @@ def _descriptor(path: Path) -> Iterator[int]:
 def _opened_at(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except OSError:  # removed by hand meanwhile
+    except OSError:  # somebody has just removed it by hand
         return 0
 
 
 def _forget_locks() -> None:
     for fd in _held:
         with contextlib.suppress(OSError):
-            os.close(fd)  # the parent's own keeps its lock
+            os.close(fd)  # the parent's descriptor keeps the lock
     _held.clear()
 
 
 def room_on_disk() -> int:
-    """Return the bytes that a folder has for samples unless somebody names another one; 0 where no disk has room."""
+    """Return the default limit of the default folder (bytes); 0 if no disk has room."""
     try:
         folder = _own_folder()
     except HastenError:
@@ -167,9 +170,12 @@ def room_on_disk() -> int:
 
 
 def _own_folder() -> Path:
-    """Return this user's folder on the fastest disk: solid state, then what the kernel does not tell, then the rest.
+    """Return this user's folder on the fastest disk: SSDs first, then unknown disks, spinning disks, network disks.
 
-    The kernel's own description decides, not a timing: that would measure what else the disk does at the moment.
+    The kernel's description decides, not a timing, which would depend on the disk's load at the moment.
+
+    Raises:
+        HastenError: No local disk has room.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     places = [os.environ.get("SLURM_TMPDIR"), os.environ.get("TMPDIR"), tempfile.gettempdir(), "/var/tmp", home]
@@ -191,6 +197,7 @@ def _own_folder() -> Path:
 
 
 def _rank(path: Path) -> int | None:
+    """Return how fast a path's disk is (0: fastest); None for memory."""
     kind, spins = filesystem(path)
     if kind in _IN_MEMORY:
         return None

@@ -1,9 +1,9 @@
-"""A cache of samples on disk, for processes that share no memory, and for the next run.
+"""A cache of samples on disk, for processes that share no memory, and for later runs.
 
-A file holds the samples of one state of a dataset, under a name that stands for that state. It is read and written by
-`pread` and `pwrite`: a full or failing disk is an error that can be caught, where a mapping would end the process by
-SIGBUS. An entry is found only after its bytes are written, and carries their checksum, so whoever is killed leaves it
-whole or not there.
+A file holds the samples of one state of a dataset, and its name is that state's fingerprint. It is read and written by
+`pread` and `pwrite`: with them a full or failing disk is an error that can be caught, whereas a mapping would end the
+process by SIGBUS. The table entry is written after the sample's bytes and has their checksum, so a process that is
+killed leaves an entry either complete or absent.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hasten import messages
 from hasten.data.disk_folder import HEAD, MARK, NEXT_AT, SPOILT_AT, SUFFIX, SampleFolder
 from hasten.data.sample_store import SampleStore, digest_of, pack
 
-_ENTRY = struct.Struct("<16sQII")  # key hash, offset, length, crc32: as in memory
+_ENTRY = struct.Struct("<16sQII")  # key hash, offset, length, crc32, as in SampleStore
 _TABLE, _PROBES = 64, 64
 _EMPTY = bytes(16)
-_PAUSE = 60.0  # seconds without a try after the disk was full
+_PAUSE = 60.0  # seconds without writing after the disk was full or failed
 
 
 class DiskStore:
@@ -37,7 +37,7 @@ class DiskStore:
 
     Args:
         samples: How many samples a file should have room for.
-        folder: Where the files lie.
+        folder: The folder of the files.
 
     Example:
         >>> store = DiskStore(100, SampleFolder("/local/cache", limit=1 << 30))
@@ -50,16 +50,16 @@ class DiskStore:
 
     def __init__(self, samples: int, folder: SampleFolder) -> None:
         self.samples, self.folder = samples, folder
-        self._slots = 1 << max(4, (4 * samples - 1).bit_length())  # at most a quarter full: datasets may share a file
-        self._paused = mmap.mmap(-1, 1)  # shared with forked workers, not with other trainings
+        self._slots = 1 << max(4, (4 * samples - 1).bit_length())  # at most 1/4 full, as datasets may share a file
+        self._paused = mmap.mmap(-1, 1)  # shared with forked workers, but not with other trainings
         self._file: _File | None = None
-        self._again, self._told = 0.0, False
+        self._again, self._has_warned = 0.0, False
 
     def open(self, name: str) -> None:
-        """Use the file of this name from here on, made if it is missing or damaged.
+        """Use the file of this name from now on; create it if it is missing or damaged.
 
         Raises:
-            OSError: It cannot be.
+            OSError: The file cannot be opened or created.
         """
         path = self.folder.path / f"{name}-{self._slots:x}{SUFFIX}"
         with self.folder.locked():
@@ -68,20 +68,20 @@ class DiskStore:
                 file = _File(path, os.O_RDWR | os.O_NOFOLLOW)
             if file is None or not self._is_whole(file.fd):
                 file = self._make(path)
-            # Held as long as this process or one forked from it has the file open: then nobody removes it.
+            # A shared lock, held as long as this process or a fork of it has the file open: `_evict` skips such files.
             fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.utime(file.fd)
-        self._file = file  # the former one is closed when no thread reads it any more
+        self._file = file  # the old one closes when the last thread that reads it drops it
 
     def _is_whole(self, fd: int) -> bool:
-        head, found = os.pread(fd, HEAD.size, 0), os.fstat(fd)
-        if len(head) < HEAD.size or found.st_size < self._data or found.st_uid != os.geteuid():
-            return False  # another user's: what he writes into it would be unpickled
+        head, status = os.pread(fd, HEAD.size, 0), os.fstat(fd)
+        if len(head) < HEAD.size or status.st_size < self._data or status.st_uid != os.geteuid():
+            return False  # incomplete, or of another user, whose bytes must not be unpickled here
         mark, slots, after, granted, spoilt = HEAD.unpack(head)
         return bool(mark == MARK and slots == self._slots and not spoilt and self._data <= after <= granted)
 
     def _make(self, path: Path) -> _File:
-        """Make an empty file; the folder's lock is held, so a file under the other name is of one who was killed."""
+        """Create an empty file. The caller holds the folder's lock, so a leftover file is from a killed process."""
         making = self.folder.path / ".hasten-samples-making"
         making.unlink(missing_ok=True)
         file = _File(making, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
@@ -99,11 +99,11 @@ class DiskStore:
 
     @property
     def spoilt(self) -> bool:
-        """Whether a process, of this training or another, found that the open file must not be used any more."""
+        """Whether a process, of this training or another, has marked the open file as no longer usable."""
         file = self._file
         try:
             return file is None or os.pread(file.fd, 1, SPOILT_AT) != b"\0"
-        except OSError:  # a disk that fails
+        except OSError:  # a failing disk
             return True
 
     @spoilt.setter
@@ -118,7 +118,7 @@ class DiskStore:
 
     @property
     def paused(self) -> bool:
-        """Whether neither this process nor those forked from it shall use it for now."""
+        """Whether this process and those forked from it must leave the store unused for now."""
         return self._paused[0] != 0
 
     @paused.setter
@@ -127,16 +127,16 @@ class DiskStore:
 
     @property
     def closed(self) -> bool:
-        """Whether it is paused or spoilt."""
+        """Whether the store is paused or spoilt."""
         return self.paused or self.spoilt
 
     def get(self, key: Hashable) -> Any:
-        """The sample of a key, as a fresh copy; `SampleStore.MISSING` where it is not there whole."""
+        """Return a fresh copy of a key's sample, or `SampleStore.MISSING` if it is not there, or damaged."""
         try:
             digest = digest_of(key)
-        except Exception:  # whatever a key's pickling raises
+        except Exception:  # pickling may raise anything
             return SampleStore.MISSING
-        with contextlib.suppress(OSError):  # a disk that fails: samples are made
+        with contextlib.suppress(OSError):  # a failing disk: the sample is made instead
             if (file := self._file) is None:
                 return SampleStore.MISSING
             _, entry = self._find(file.fd, digest)
@@ -145,19 +145,19 @@ class DiskStore:
         return SampleStore.MISSING
 
     def put(self, key: Hashable, sample: Any) -> bool:
-        """Keep a sample; False when there is no room, or when it cannot be pickled."""
+        """Store a sample; return False if there is no room, or it cannot be pickled."""
         entry = self.packed(key, sample)
         return entry is not None and self.add(*entry)
 
     def packed(self, key: Hashable, sample: Any) -> tuple[bytes, bytes] | None:
-        """Return what `add` takes; None where key or sample cannot be pickled."""
+        """Return the digest and bytes for `add`; None if key or sample cannot be pickled."""
         try:
             return digest_of(key), pack(sample)
-        except Exception:  # whatever a sample's pickling raises: it is then one that is not kept
+        except Exception:  # pickling may raise anything: such a sample is not stored
             return None
 
     def add(self, digest: bytes, payload: bytes) -> bool:
-        """Keep a packed sample, in the place of a damaged or an older one of its key; False when there is no room."""
+        """Store a packed sample, replacing a damaged or older one of the key; return False if there is no room."""
         file = self._file
         if file is None or time.monotonic() < self._again:
             return False
@@ -174,6 +174,7 @@ class DiskStore:
             return False
         if entry is not None and self._payload(fd, entry) == payload:
             return True
+        # This order matters: a process killed between two writes leaves an entry that is not found, or is complete.
         (offset,) = struct.unpack("<Q", os.pread(fd, 8, NEXT_AT))
         end = offset + len(payload)
         if offset < self._data or not self.folder.grant(fd, end):
@@ -185,7 +186,7 @@ class DiskStore:
         return True
 
     def _find(self, fd: int, digest: bytes) -> tuple[int, tuple[int, int, int] | None]:
-        """Return the place of a key in the table (-1: there is none left), and its offset, length and checksum."""
+        """Return a key's slot in the table (-1: none is free), and its offset, length and checksum (None: empty)."""
         first = int.from_bytes(digest[:8], "little") % self._slots
         count = min(_PROBES, self._slots)
         until_end = min(count, self._slots - first)
@@ -193,24 +194,24 @@ class DiskStore:
         rows = rows.ljust(until_end * _ENTRY.size, b"\0")
         if count > until_end:
             rows += os.pread(fd, (count - until_end) * _ENTRY.size, _TABLE)
-        for step, (found, *rest) in enumerate(_ENTRY.iter_unpack(rows)):
-            if found in (digest, _EMPTY):
+        for step, (slot_digest, *rest) in enumerate(_ENTRY.iter_unpack(rows)):
+            if slot_digest in (digest, _EMPTY):
                 slot = _TABLE + (first + step) % self._slots * _ENTRY.size
-                return slot, (tuple(rest) if found == digest else None)
+                return slot, (tuple(rest) if slot_digest == digest else None)
         return -1, None
 
     def _payload(self, fd: int, entry: tuple[int, int, int]) -> bytes | None:
         offset, length, crc = entry
         if not self._data <= offset <= os.fstat(fd).st_size - length:
-            return None  # damaged: its length may ask for all memory there is
+            return None  # damaged: such a length could ask for all memory
         payload = os.pread(fd, length, offset)
         return payload if len(payload) == length and zlib.crc32(payload) == crc else None
 
     def _rest(self, error: OSError) -> None:
-        """Do without the disk for a while; say so once."""
+        """Stop writing to the disk for a while, and say so once."""
         self._again = time.monotonic() + _PAUSE
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             messages.tell(
                 f"hasten: sample_cache: no more samples can be kept in {self.folder.path} "
                 f"({error.strerror or error}): those that are not there yet are made each time"
@@ -223,12 +224,12 @@ class DiskStore:
 def _unpacked(payload: bytes) -> Any:
     try:
         return pickle.loads(payload)
-    except Exception:  # a class of another process's that is not to be found here: the sample is made
+    except Exception:  # for example, a class that only the other process could import: make the sample instead
         return SampleStore.MISSING
 
 
 class _File:
-    """An open file, closed when nobody refers to it: a thread may read it while another opens the next."""
+    """An open file that closes with its last reference: a thread may still read it while another opens the next."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.path = path
@@ -237,7 +238,7 @@ class _File:
 
 
 def _write(fd: int, content: bytes, offset: int) -> None:
-    """Write all of it: a disk that fills up may take a part first."""
+    """Write all bytes, in several writes if need be: a disk that fills up may first take a part."""
     done = 0
     while done < len(content):
         done += os.pwrite(fd, memoryview(content)[done:], offset + done)

@@ -1,8 +1,8 @@
-"""Which samples come next: a sampler whose state is four small fields, whatever the number of ranks and workers.
+"""The sampler of hasten's DataLoader: its state fits any number of ranks and workers.
 
-An epoch is one sequence of positions. Global batch b of a pass is the next `batch_size * ranks` of them; each rank
-takes the positions that are its own number modulo the number of ranks. So after so many samples the rest of the
-sequence is the same, by whomever it is read.
+An epoch is one sequence of positions. Global batch b of a pass is the next `batch_size * ranks` positions, and each
+rank takes those equal to its rank modulo the number of ranks. So the state only counts the samples consumed over all
+ranks: the rest of the sequence does not depend on who reads it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hasten.errors import HastenError
 Order = Callable[[Indices], Indices]  # positions of an epoch -> indices of samples
 _AT_ONCE = 1 << 14  # indices computed at once
 
-VERSION = 1
+VERSION = 1  # of the state's format
 
 
 class KeyedBatch(list[int]):
-    """The indices of a batch, and what its samples' random numbers are drawn by."""
+    """The indices of a batch, with the seed, epoch and batch number from which its samples' RNG keys are made."""
 
     def __init__(self, indices: list[int], seed: int, epoch: int, number: int) -> None:
         super().__init__(indices)
@@ -41,14 +41,15 @@ class KeyedBatch(list[int]):
 
 @dataclasses.dataclass
 class Place:
-    """Where a pass stands.
+    """The position of a pass.
 
     Args:
-        epoch: Its number.
-        start: Samples of the epoch, over all ranks, that were over when the pass began.
-        each: Samples of a batch, over all ranks.
-        samples: Samples of the epoch.
-        batches: Batches the loader has given.
+        epoch: Epoch of the pass.
+        start: Samples of the epoch, over all ranks, that had been consumed when the pass began.
+        each: Samples per batch, over all ranks.
+        samples: Samples in the epoch.
+        batches: Batches that the loader has yielded.
+        over: Whether the pass has ended.
     """
 
     epoch: int
@@ -59,12 +60,12 @@ class Place:
     over: bool = False
 
     def after(self, batches: int) -> int:
-        """Return how many samples of the epoch are over after so many batches of this pass."""
+        """Return how many samples of the epoch are consumed after `batches` batches of this pass."""
         return min(self.start + batches * self.each, self.samples)
 
 
 def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this process's rank and the number of ranks: as given, of torch.distributed, or of the environment."""
+    """Return this process's rank and the number of ranks: as given, else from torch.distributed or the environment."""
     if rank is not None and world_size is not None:
         return rank, world_size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -81,7 +82,7 @@ def world(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def check_rank(rank: int, size: int) -> None:
-    """Raise where no process can have this rank."""
+    """Raise HastenError unless 0 <= rank < size."""
     if not 0 <= rank < size:
         raise HastenError(
             f"rank {rank} of {size} ranks: it must be at least 0 and below their number", "check RANK and WORLD_SIZE"
@@ -92,18 +93,19 @@ def _field(state: Any, name: str) -> Any:
     return state.get(name) if isinstance(state, dict) else None
 
 
-# A DistributedSampler, since whoever shares out loaders (Lightning, hasten's Trainer) leaves alone those that have one.
+# A DistributedSampler, because tools that add one to loaders (Lightning, hasten's Trainer) leave loaders with one
+# alone.
 class ElasticSampler(DistributedSampler[int]):
-    """This rank's share of an epoch's sequence.
+    """A sampler of this rank's share of an epoch's sequence, with a state that any number of ranks can load.
 
     Args:
-        dataset: Whose samples.
-        length: How many samples.
+        dataset: The dataset to sample.
+        length: Samples in an epoch.
         order: Returns the order of an epoch, from seed and epoch.
-        fingerprint: Names the data and its order; a state is refused where it differs.
-        seed: Of the order.
-        rank: Of this process; None: found when a pass begins.
-        world_size: How many ranks; None: found.
+        fingerprint: Identifies the data and its order; a state with another fingerprint is refused.
+        seed: Seed of the order.
+        rank: Rank of this process; None: looked up when a pass begins.
+        world_size: Number of ranks; None: looked up when a pass begins.
     """
 
     def __init__(
@@ -116,47 +118,48 @@ class ElasticSampler(DistributedSampler[int]):
         rank: int | None,
         world_size: int | None,
     ) -> None:
-        # torch's own __init__ is left out: it asks for ranks before there may be any.
+        # Don't call torch's __init__: it asks for rank and world size, and the loader may be built before
+        # init_process_group.
         self.dataset = dataset
         self.length = length
         self.order = order
         self.fingerprint = fingerprint
         self.seed = seed
-        self.epoch = 0  # of the next pass
-        self.start = 0  # where the next pass begins
-        self.place: Place | None = None  # of the latest pass
+        self.epoch = 0  # epoch of the next pass
+        self.start = 0  # samples of that epoch that are consumed already
+        self.place: Place | None = None  # position of the latest pass
         self._rank, self._world_size = rank, world_size
 
     def world(self) -> tuple[int, int]:
-        """Return rank and number of ranks."""
+        """Return this process's rank and the number of ranks."""
         return world(self._rank, self._world_size)
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """This process's number."""
+        """This process's rank."""
         return self.world()[0]
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """How many ranks share the samples."""
+        """The number of ranks that share the samples."""
         return self.world()[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that the next pass is of. The epoch that a state was loaded of goes on where it stood."""
+        """Set the epoch of the next pass. If it is the epoch of a loaded state, the pass still resumes inside it."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
 
     def begin(self, batch_size: int) -> Place:
-        """Begin a pass; the one after it is of the next epoch."""
+        """Begin a pass and return its position; the pass after it begins the next epoch."""
         self.place = Place(self.epoch, self.start, batch_size * self.world()[1], self.length)
         self.epoch, self.start = self.epoch + 1, 0
         return self.place
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return where the latest pass stands, or the next begins: seed, epoch, samples over, fingerprint.
+        """Return the position of the latest pass, or of the next if that is over: seed, epoch, samples, fingerprint.
 
         Args:
-            batches: Batches of the pass that were consumed; None: those that were given.
+            batches: Batches of the pass that the training has consumed; None: all that the loader has yielded.
         """
         place = self.place
         if place is None or (place.over and batches is None):
@@ -172,10 +175,10 @@ class ElasticSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state says with the next pass.
+        """Make the next pass begin at the state's position.
 
         Raises:
-            HastenError: It is not a state of this data in this order.
+            HastenError: The state is of other data, another order or another version, or not a state of this loader.
         """
         fields = ("seed", "epoch", "samples")
         if not all(isinstance(_field(state, name), int) for name in fields):
@@ -198,7 +201,7 @@ class ElasticSampler(DistributedSampler[int]):
         self.place = None
 
     def positions(self, start: int, count: int) -> Indices:
-        """Return this rank's first positions from `start` on."""
+        """Return this rank's first `count` positions at or after `start`."""
         rank, size = self.world()
         return start + (rank - start) % size + size * np.arange(count, dtype=np.int64)
 
@@ -206,23 +209,23 @@ class ElasticSampler(DistributedSampler[int]):
         return math.ceil(self.length / self.world()[1])
 
     def __iter__(self) -> Iterator[int]:
-        """Give this rank's indices of the epoch that comes next."""
+        """Yield this rank's indices of the next epoch, whole, repeating the first ones to give all ranks as many."""
         if self.length:
             order = self.order(self.seed, self.epoch)
             yield from order(self.positions(0, len(self)) % self.length).tolist()
 
 
 class ElasticBatches(BatchSampler):
-    """The batches of a pass: each rank gets equally many, of equal sizes.
+    """A batch sampler that gives every rank the same number of batches, of the same sizes.
 
     Args:
-        sampler: Whose samples.
-        batch_size: Samples of a batch on each rank.
-        drop_last: Leave out the samples after the last whole batch of all ranks. Else that batch is smaller, and where
-            the ranks do not divide it, the first samples of the epoch come again.
+        sampler: The sampler to batch.
+        batch_size: Samples per batch, on each rank.
+        drop_last: Drop the samples after the last full batch of all ranks. Otherwise that batch is smaller, and
+            repeats the epoch's first samples if the ranks cannot share it equally.
     """
 
-    sampler: Any  # an ElasticSampler; hasten's Trainer puts another in its place to overfit a few batches
+    sampler: Any  # an ElasticSampler, unless hasten's Trainer has replaced it to overfit a few batches
 
     def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
@@ -233,13 +236,13 @@ class ElasticBatches(BatchSampler):
         return self.count(0)
 
     def count(self, start: int) -> int:
-        """Return how many batches are left of an epoch of which so many samples are over."""
+        """Return how many batches are left in an epoch after `start` samples."""
         each = self.batch_size * self.sampler.world()[1]
         left = max(int(self.sampler.length) - start, 0)
         return int(left // each if self.drop_last else -(-left // each))
 
     def left_over(self) -> int:
-        """Return how many samples of an epoch are left out (negative: how many come twice)."""
+        """Return how many samples of an epoch are dropped (negative: how many are repeated)."""
         size = self.sampler.world()[1]
         if self.drop_last:
             return int(self.sampler.length % (self.batch_size * size))
@@ -249,11 +252,12 @@ class ElasticBatches(BatchSampler):
         if not isinstance(self.sampler, ElasticSampler):
             return super().__iter__()
         place = self.sampler.place
-        if place is None or place.over:  # somebody looks at the batches themselves, without a pass of the loader
+        if place is None or place.over:  # iterated outside a pass of the loader: `list(loader.batch_sampler)`
             place = Place(self.sampler.epoch, self.sampler.start, self.batch_size * self.sampler.world()[1], 0)
-        return self._of(place)
+        return self._batches_from(place)
 
-    def _of(self, place: Place) -> Iterator[list[int]]:
+    def _batches_from(self, place: Place) -> Iterator[list[int]]:
+        """Yield the batches of a pass from its start, computing the order of several batches at once."""
         sampler: ElasticSampler = self.sampler
         size, each, length = sampler.world()[1], self.batch_size, sampler.length
         order = sampler.order(sampler.seed, place.epoch)

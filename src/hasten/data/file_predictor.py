@@ -1,4 +1,4 @@
-"""Predicts which files a sample will ask its dataset's `loader` function for, from what earlier samples asked for."""
+"""Predicts which files a sample will pass to its dataset's `loader` function, from what earlier samples passed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
-_SUBSETS = 8  # inside each other
+_SUBSETS = 8  # nested Subsets to unwrap, at most
 
 
 class FilePredictor:
-    """Says what `dataset[i]` will hand to its loader function.
+    """Predicts the arguments with which `dataset[i]` will call its loader function (the keys).
 
-    A dataset keeps paths in an attribute: `self.samples[i][0]`, `self.paths[i]`, `os.path.join(self.root,
-    self.names[i])`. One batch shows in which. A wrong guess costs time only: what is not asked for is dropped.
+    Datasets keep paths in an attribute: `self.samples[i][0]`, `self.paths[i]`, `os.path.join(self.root,
+    self.names[i])`. One batch shows which attribute it is. A wrong guess only costs time, as unused results are
+    dropped.
 
     Args:
-        dataset: A loader's.
-        inner: The dataset in its Subsets that has the loader function.
-        ways: What was learnt of the inner dataset: attribute, place within its elements, how that becomes a key.
+        dataset: The loader's dataset.
+        inner: The dataset inside its Subsets that has the loader function.
+        ways: What was learned about the inner dataset: attribute, place inside its elements, function that makes the
+            key.
     """
 
     def __init__(self, dataset: Any, inner: Any, ways: list[tuple[str, int | None, Any]]) -> None:
@@ -27,31 +29,36 @@ class FilePredictor:
 
     @property
     def knows(self) -> bool:
-        """Whether anything was learnt."""
+        """Whether anything was learned."""
         return bool(self._ways)
 
     def learn(self, indices: Sequence[int], keys: Sequence[Any]) -> None:
-        """Find out where the keys come from that the samples of a batch asked for, in order."""
+        """Find the attributes from which the keys of a batch come.
+
+        Args:
+            indices: The batch's sample indices.
+            keys: The keys that the samples passed to the loader function, in order.
+        """
         if not keys or not indices:
             return
         asked = set(keys)
         for attribute, place, part in self._parts(self._place(indices[0])):
-            for key in dict.fromkeys(keys[:4]):  # what a first sample may ask for
+            for key in dict.fromkeys(keys[:4]):  # the first sample may have loaded several files
                 way = attribute, place, _maker(part, key)
                 if way[2] is None:
                     continue
-                told = [self._key(way, index) for index in indices]
-                if all(key in asked for key in told) and len(set(told)) >= min(len(set(indices)), len(asked)):
+                predicted = [self._key(way, index) for index in indices]
+                if all(key in asked for key in predicted) and len(set(predicted)) >= min(len(set(indices)), len(asked)):
                     self._ways.append(way)
                     break
             if len(self._ways) >= 2 or (self._ways and len(keys) <= len(indices)):
-                return  # `imgs` beside `samples`: the same said twice
+                return  # enough: more matches are the same list again (ImageFolder has `samples` and `imgs`)
 
     def keys(self, index: int) -> list[Any]:
-        """Return what sample `index` will ask for; [] where that cannot be said."""
+        """Return the keys that sample `index` will ask for; [] if they cannot be predicted."""
         try:
             return [self._key(way, index) for way in self._ways]
-        except (IndexError, KeyError, TypeError, AttributeError):  # the dataset changed: it says so itself when asked
+        except (IndexError, KeyError, TypeError, AttributeError):  # the dataset changed; `dataset[index]` will raise
             return []
 
     def _key(self, way: tuple[str, int | None, Any], index: int) -> Any:
@@ -63,7 +70,7 @@ class FilePredictor:
         return make(part if place is None else part[place])
 
     def _place(self, index: int) -> int:
-        """An index as the inner dataset has it."""
+        """Return the inner dataset's index for an index of the outer dataset."""
         from torch.utils.data import Subset
 
         dataset = self._dataset
@@ -74,24 +81,27 @@ class FilePredictor:
         return index
 
     def _parts(self, index: int) -> list[tuple[str, int | None, Any]]:
-        """Everything that stands at an index in the inner dataset's attributes, and the index itself."""
-        found: list[tuple[str, int | None, Any]] = []
-        for name, held in list(vars(self._inner).items()):
-            if not isinstance(held, list | tuple) and type(held).__name__ != "ndarray":
+        """Return everything stored at an index in the inner dataset's attributes, and the index itself."""
+        parts: list[tuple[str, int | None, Any]] = []
+        for name, values in list(vars(self._inner).items()):
+            if not isinstance(values, list | tuple) and type(values).__name__ != "ndarray":
                 continue
             try:
-                part = held[index]
+                part = values[index]
             except IndexError:
                 continue
             if isinstance(part, list | tuple):
-                found += [(name, place, inside) for place, inside in enumerate(part)]
+                parts += [(name, place, inside) for place, inside in enumerate(part)]
             else:
-                found.append((name, None, part))
-        return [*found, ("", None, index)]
+                parts.append((name, None, part))
+        return [*parts, ("", None, index)]
 
 
 def _maker(part: Any, key: Any) -> Any:
-    """Return a function that makes keys like this one of such parts: itself, or with text around it; None: none."""
+    """Return a function that makes keys of such parts as this key is made of this part; None if there is no way.
+
+    A key is the part itself, or a text or path that contains it: "/data/" + part + ".jpg".
+    """
     if type(part) is type(key) and part == key:
         return _itself
     if not isinstance(part, str | PurePath) or not isinstance(key, str | PurePath):

@@ -1,8 +1,9 @@
-"""A fingerprint of all that samples are made of: equal in every process that finds the same state.
+"""A fingerprint of everything that samples are made of: equal in every process with the same state.
 
-A `Snapshot` tells within a process whether anything changed, by identity. Here the same parts are told by what they
-are: code by its instructions, arrays by their bytes, library classes by name and the library's version. What cannot be
-told so has no name, and says why.
+A `Snapshot` detects changes within one process, by object identity. The fingerprint describes the same parts by their
+contents: code by its instructions, arrays by their bytes, library classes by name and library version. It is the name
+under which samples are cached for other processes and later runs, so whatever cannot be described this way raises
+`Unnamed` with the reason.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from hasten.data.snapshot import Snapshot
 from hasten.data.snapshot_parts import ATOMS, Node
 
 _VERSION = "hasten samples 1"
-_MAIN = {"__mp_main__": "__main__"}  # the script, in a worker that was not forked
-# Parts of a class that say where it stands, or that Python makes itself: nothing that a sample depends on.
+_MAIN = {"__mp_main__": "__main__"}  # the script's module name in a spawned worker
+# Class attributes that Python sets itself, or that say where the class is defined: samples don't depend on them.
 _OF_CLASSES = words(
     "__module__ __doc__ __dict__ __weakref__ __firstlineno__ __static_attributes__ __annotations__ __annotate__ "
     "__parameters__ __orig_bases__ __abstractmethods__ __annotations_cache__ __slots__ __match_args__ _abc_impl"
@@ -45,23 +46,23 @@ _DESCRIPTORS = (
 )
 
 
-class Unnamed(Exception):  # noqa: N818 - no error: it says that samples cannot be kept for another process
-    """Something that samples are made of cannot be told from the outside; the message says what."""
+class Unnamed(Exception):  # noqa: N818 - not an error: it means that samples cannot be kept for another process
+    """Raised for something that has no description valid in another process; the message says what it is."""
 
 
 def fingerprint(snapshot: Snapshot, roots: dict[str, Any]) -> str:
-    """Return a name for the state of what a snapshot went through, 40 hexadecimal digits.
+    """Return a digest of everything a snapshot covers, 40 hexadecimal digits.
 
-    It also stands for what decides beside that: Python, libraries, the processor, torch's and Pillow's switches, the
-    working folder that relative paths begin in. Where samples may depend on the order of a set of strings, which each
-    start of Python makes another, the name is good for this process and those forked from it.
+    It also covers the environment: versions of Python and libraries, the processor, torch's and Pillow's settings, and
+    the working folder, where relative paths begin. If samples may depend on the order of a set of strings, which
+    changes with each start of Python, it is only valid in this process and those forked from it.
 
     Args:
-        snapshot: Of these roots, not blind.
+        snapshot: A snapshot of these roots, not blind.
         roots: What samples are made of, by name.
 
     Raises:
-        Unnamed: It cannot be told in another process.
+        Unnamed: Something has no description valid in another process.
     """
     if replaced := replaced_in_libraries():
         raise Unnamed(f"the script has put a function of its own in the place of {replaced}")
@@ -69,21 +70,21 @@ def fingerprint(snapshot: Snapshot, roots: dict[str, Any]) -> str:
         raise Unnamed("samples' code names `hash`, which differs from process to process")
     naming = _Naming(snapshot)
     naming.say(_VERSION, platform.python_version(), str(Path.cwd()), library_state())
-    if snapshot.names & {"set", "frozenset"}:  # may go through strings in the order of their hashes
-        naming.say(hash("its order"))
+    if snapshot.names & {"set", "frozenset"}:  # code may iterate over strings in the order of their hashes
+        naming.say(hash("its order"))  # differs with each start of Python (PYTHONHASHSEED), like that order
     try:
         for name, root in roots.items():
             naming.say(name)
             naming.visit(root)
-        for met in snapshot.reached():  # what code imports as it runs hangs from no object
-            naming.visit(met)
+        for reached in snapshot.reached():  # modules that code imports as it runs are not reachable from the roots
+            naming.visit(reached)
     except RecursionError:
         raise Unnamed("what samples are made of is nested too deeply to be named") from None
     return naming.digest()
 
 
 class _Naming:
-    """Goes through the parts of a snapshot in an order that does not depend on the process."""
+    """Hashes the parts of a snapshot, in an order that does not depend on the process."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         nodes, stamps = snapshot.parts()
@@ -91,8 +92,8 @@ class _Naming:
         for node in nodes:
             self._nodes.setdefault(id(node[1]), []).append(node)
         self._stamps: dict[int, Stamp] = {id(stamp.thing): stamp for stamp in stamps}
-        self._reached = {id(met) for met in snapshot.reached()}
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the value: its id is no other's then
+        self._reached = {id(reached) for reached in snapshot.reached()}
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps each value alive, so that its id stays unique
         self._hash = hashlib.blake2b(digest_size=20)
 
     def say(self, *words: Any) -> None:
@@ -102,7 +103,7 @@ class _Naming:
         return self._hash.hexdigest()
 
     def visit(self, value: Any) -> None:
-        """Say what a value is, once; later only which it was."""
+        """Hash a value's description or, if it was visited before, only its number."""
         kind = type(value)
         if kind in ATOMS or (kind in (list, tuple) and _is_plain(value)) or (kind is dict and _is_plain_dict(value)):
             self.say(kind.__name__, value)
@@ -123,7 +124,7 @@ class _Naming:
         elif (stamp := self._stamps.get(id(value))) is not None:
             self.say(kind.__module__, kind.__qualname__)
             self._hash.update(stamp.told())
-            self._of_nodes(value)  # attributes that the script gave it
+            self._of_nodes(value)  # attributes that the script set on it
             if not is_trusted(kind):
                 self.visit(kind)
         elif not self._callable(value) and not self._closed(value, kind):
@@ -163,7 +164,7 @@ class _Naming:
             self._of_nodes(function)
             return
         self._code(function.__code__)
-        self._of_nodes(function)  # none where nothing names it: then its instructions are more than enough
+        self._of_nodes(function)  # nothing if no reached code names the function; its instructions suffice then
 
     def _code(self, code: types.CodeType) -> None:
         self.say(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_flags)
@@ -189,7 +190,7 @@ class _Naming:
                 self.say(name)
                 if self._is_known(part):
                     self.visit(part)
-                else:  # nothing that was reached names it
+                else:  # no reached code names this attribute: its type suffices
                     self.say("apart", type(part).__qualname__)
 
     def _is_known(self, part: Any) -> bool:
@@ -197,7 +198,7 @@ class _Naming:
         return code or id(part) in self._reached or type(part) in ATOMS or isinstance(part, (tuple, *_DESCRIPTORS))
 
     def _callable(self, value: Any) -> bool:
-        """Say what a bound, wrapped or built-in function is; False where it is none."""
+        """Hash a bound, wrapped or built-in function; return False if the value is none."""
         if isinstance(value, types.CodeType):
             self._code(value)
         elif isinstance(value, types.MethodType):
@@ -230,11 +231,11 @@ class _Naming:
     # -- objects --------------------------------------------------------------------------------------
 
     def _closed(self, value: Any, kind: type) -> bool:
-        """Say what an object without parts is; False where it has some."""
+        """Hash an object without parts; return False if it has some."""
         self.say("object", _MAIN.get(kind.__module__, kind.__module__), kind.__qualname__)
         if kind is object or isinstance(value, type(NotImplemented)):
             return True
-        if kind.__module__.startswith("hasten."):  # a technique's wrapper: what it wraps counts
+        if kind.__module__.startswith("hasten."):  # a technique's wrapper: hash the wrapped object
             self.visit(getattr(value, "__wrapped__", None))
         elif isinstance(value, enum.Enum):
             self.say(value._name_)
@@ -268,10 +269,10 @@ class _Naming:
 
 
 def compiled(module: str) -> str:
-    """Return a digest of the file of a compiled module that no library's version stands for; "" of any other.
+    """Return a digest of a compiled module's file, if it belongs to no trusted library; "" for other modules.
 
     Raises:
-        Unnamed: It cannot be read.
+        Unnamed: The file cannot be read.
     """
     file = getattr(sys.modules.get(module), "__dict__", {}).get("__file__")
     if not isinstance(file, str) or file.endswith((".py", ".pyc")) or is_trusted(sys.modules[module]):
@@ -283,14 +284,14 @@ def compiled(module: str) -> str:
 
 
 def _only_asked(code: types.CodeType, constant: frozenset[Any]) -> bool:
-    """Whether code only asks whether something is in a constant set: `ext in {".jpg", ".png"}`."""
+    """Return whether code uses a constant set only for `in`, as in `ext in {".jpg", ".png"}`, where order is moot."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     uses = [place for place, step in enumerate(steps) if step.opname == "LOAD_CONST" and step.argval is constant]
     return all(steps[place + 1].opname == "CONTAINS_OP" for place in uses)
 
 
 def _is_plain(values: Any) -> bool:
-    """Whether a list or tuple holds nothing but plain values and tuples of them: then its text tells it whole."""
+    """Return whether a list or tuple holds only plain values and tuples of them, so that its repr describes it."""
     kinds = set(map(type, values))
     if kinds <= ATOMS:
         return True
@@ -304,5 +305,5 @@ def _is_plain_dict(values: dict[Any, Any]) -> bool:
 
 
 def _refuse_addresses(text: str) -> None:
-    if " at 0x" in text:
+    if " at 0x" in text:  # an object's default repr: the address differs between processes
         raise Unnamed(f"samples are made of {text[:80]}, which cannot be told in another process")

@@ -1,7 +1,8 @@
-"""Splits the first batches of a pass over all workers: the training waits for a part of a batch, not for a whole.
+"""Splits the first batches of a pass over all workers, so that the first batch is ready sooner.
 
-Without it, W workers make W batches at the same time, and the first is there when one worker has made all of its
-samples. Energon does the same by its `first N batches` (its PR 40).
+Problem: W workers make W batches at the same time, and the training waits until one worker has made a whole batch.
+Approach: for the first W batches, each worker makes the samples of 1/W of the batch, and the main process collates
+them. Megatron-Energon does the same with its `first N batches` (PR 40).
 """
 
 from __future__ import annotations
@@ -17,38 +18,41 @@ from torch.utils.data._utils.collate import default_collate, default_collate_fn_
 from hasten.data.elastic import KeyedBatch
 from hasten.data.sample_store import pack
 
-_TORCHS = {"torch", "numpy", "builtins"}  # where types come from that torch itself knows how to collate
+_TORCHS = {"torch", "numpy", "builtins"}  # packages of the types that torch registers collate functions for
 
 
 class KeyedPart(KeyedBatch):
-    """Some of a batch's indices: its samples are made, and collated by who has all parts."""
+    """Some indices of a batch: a worker makes their samples, and the main process collates all parts."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeyedPart, (list(self), self.seed, self.epoch, self.number)
 
 
 class Packed:
-    """Samples of a part, and the faults of others, on their way from a worker.
+    """The pickled samples of a part, and its faults, as a worker sends them.
 
     Args:
-        samples: Those that could be made.
-        faults: Of those that could not.
+        samples: The samples that could be made.
+        faults: The faults of those that could not.
     """
 
     def __init__(self, samples: list[Any], faults: list[Any]) -> None:
-        # One block of shared memory: a sample's tensors one by one would each take a file descriptor.
+        # Pickle into one block of shared memory: each tensor sent alone would take a file descriptor.
         self.content = torch.frombuffer(bytearray(pack(samples)), dtype=torch.uint8)
         self.faults = faults
 
     def samples(self) -> list[Any]:
-        """Return the samples."""
-        found: list[Any] = pickle.loads(self.content.numpy().data)
-        return found
+        """Unpickle and return the samples."""
+        unpickled: list[Any] = pickle.loads(self.content.numpy().data)
+        return unpickled
 
 
 def splits(loader: Any) -> bool:
-    """Whether a loader's first batches can be split: its collate function is torch's, which draws nothing, and looks at
-    samples of torch's types alone."""
+    """Return whether a loader's first batches can be split.
+
+    The collate function must be torch's, which draws no random numbers, and nobody may have registered collate
+    functions for other types than torch's, as those may draw.
+    """
     known = all(
         kind.__module__.partition(".")[0] in _TORCHS
         for key in default_collate_fn_map
@@ -64,20 +68,20 @@ def splits(loader: Any) -> bool:
 
 
 class SplitIndices:
-    """The indices that workers get: those of the first batches in parts.
+    """The stream of index lists sent to workers, with the first batches cut into parts.
 
     Args:
-        workers: How many, and how many batches are split; 0: none is.
+        workers: Number of workers, of parts per batch, and of batches to split; 0: split none.
     """
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._left = workers
         self._cut: deque[KeyedPart] = deque()
-        self._parts: deque[int] = deque()  # of each batch that is on its way
+        self._parts: deque[int] = deque()  # number of parts of each batch in flight
 
     def next(self, indices: Callable[[], Any]) -> Any:
-        """Return the next indices for a worker; `indices` gives those of the next batch."""
+        """Return the next indices to send; `indices` returns those of the next whole batch."""
         if not self._cut:
             batch = indices()
             if not self._left or not isinstance(batch, KeyedBatch) or len(batch) < self._workers:
@@ -93,12 +97,12 @@ class SplitIndices:
         return self._cut.popleft()
 
     def parts(self) -> int:
-        """Return of how many parts the next batch that comes back consists."""
+        """Return the number of parts of the next batch to arrive."""
         return self._parts.popleft() if self._parts else 1
 
 
 def in_memory_order(batch: Any) -> Any:
-    """Return a batch with contiguous tensors, as torch's workers make them, which stack into shared memory."""
+    """Return a batch with contiguous tensors, as if collated in a worker, where torch stacks into shared memory."""
     if isinstance(batch, torch.Tensor):
         return batch.contiguous() if batch.layout == torch.strided else batch
     if isinstance(batch, dict):

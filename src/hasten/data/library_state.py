@@ -1,4 +1,4 @@
-"""Versions, processor and library switches: what decides a sample's numbers beside its dataset."""
+"""The library versions, processor and settings that a sample's values depend on, apart from its dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hasten.data.code_references import ALWAYS, TRUSTED, is_installed
 from hasten.evidence.libraries import is_library
 from hasten.evidence.machine import this_machine
 
-# Where a library is installed by another name than that it is imported by.
+# Libraries whose distribution is named differently from the module.
 _DISTRIBUTIONS = {
     "PIL": ("pillow", "pillow-simd"),
     "cv2": ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless"),
@@ -27,7 +27,7 @@ _VARIABLES = (
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
     *("ONEDNN_DEFAULT_FPMATH_MODE", "NPY_DISABLE_CPU_FEATURES", "OPENBLAS_CORETYPE", "TZ"),
 )
-# With what they are in a process that has not loaded the module yet.
+# Library settings, with their values in a process that has not imported the module yet.
 _ATTRIBUTES = {
     "PIL.ImageFile.LOAD_TRUNCATED_IMAGES": False,
     "PIL.Image.MAX_IMAGE_PIXELS": 89478485,
@@ -37,7 +37,7 @@ _ATTRIBUTES = {
 
 
 def library_state() -> tuple[Any, ...]:
-    """Return what of this process decides a sample's numbers beside its dataset, as plain values."""
+    """Return everything in this process that a sample's values depend on, apart from its dataset, as plain values."""
     import numpy
     import torch
 
@@ -64,15 +64,15 @@ def library_state() -> tuple[Any, ...]:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of the libraries that a snapshot does not go into, of those not loaded here, too."""
+    """Return the installed versions of the trusted libraries, whether imported or not."""
     names = sorted(TRUSTED - sys.stdlib_module_names - {"__main__"})
-    found = []
+    installed = []
     for name in (part for top in names for part in _DISTRIBUTIONS.get(top, (top,))):
         try:
-            found.append((name, importlib.metadata.version(name)))
+            installed.append((name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(installed)
 
 
 def _attribute(name: str, usual: Any) -> Any:
@@ -81,9 +81,9 @@ def _attribute(name: str, usual: Any) -> Any:
 
 
 def replaced_in_libraries() -> str:
-    """Return the name of a library's function in whose place the script has put its own, or "".
+    """Return the name of a library function that the script has replaced, or "".
 
-    What a library does is told by its version, unless somebody has patched it: `Image.open = mine`.
+    A library's version describes its behavior, unless the script has patched it: `Image.open = mine`.
     """
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
@@ -92,7 +92,7 @@ def replaced_in_libraries() -> str:
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if type(value) is types.FunctionType and _is_the_scripts(value):
                 return f"{name}.{attribute}"
-            # Not by isinstance, which asks objects for their class: some answer with a warning of their deprecation.
+            # Not isinstance, which reads `__class__`: some objects answer that with a deprecation warning.
             if issubclass(type(value), type) and value.__module__ == name and top not in _MANY:
                 for method, inner in list(vars(value).items()):
                     if type(inner) is types.FunctionType and _is_the_scripts(inner):
@@ -100,7 +100,7 @@ def replaced_in_libraries() -> str:
     return ""
 
 
-_MANY = ("torch", "scipy", "pandas", "sklearn", "transformers")  # classes by the ten thousand
+_MANY = ("torch", "scipy", "pandas", "sklearn", "transformers")  # too many classes to check their methods
 
 
 def _is_the_scripts(function: types.FunctionType) -> bool:

@@ -1,4 +1,13 @@
-"""`hasten.data.DataLoader`: torch's signature, exact elastic resume, samples that do not depend on workers."""
+"""`hasten.data.DataLoader`: torch's signature, exact elastic resume, and samples that do not depend on workers.
+
+How the parts work together:
+
+- `ElasticSampler` computes the order of an epoch from (seed, epoch) and gives each rank its share, so the state of a
+  pass is a few numbers, and a run with other ranks or workers can resume it.
+- `ElasticBatches` cuts that share into batches, each labelled with its seed, epoch and number (`KeyedBatch`).
+- `SampleFetcher` reseeds the random generators by (seed, epoch, index) before it makes each sample.
+- `passes` and `thread_pass` hold the iterators: in this process, in torch's worker processes, or in threads.
+"""
 
 from __future__ import annotations
 
@@ -28,41 +37,43 @@ _log = logging.getLogger("hasten")
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """Batches of a map-style dataset; goes on exactly where a state says, with other workers and ranks too.
+    """A DataLoader for map-style datasets that resumes exactly, with any numbers of workers and ranks.
 
-    The order is computed from (seed, epoch). Before each sample, `random`, NumPy's and torch's generators, and those
-    that the dataset keeps, are seeded by (seed, epoch, index), so a sample is the same in whichever worker it is made;
-    the training's own generators are left as they are. Ranks share the samples out among themselves: no
-    DistributedSampler, and no `set_epoch`, though `loader.sampler.set_epoch(epoch)` names the next pass's epoch.
+    The order is computed from (seed, epoch). Before each sample, the generators of `random`, NumPy and torch, and
+    those stored in the dataset, are seeded by (seed, epoch, index), so every worker makes the same sample (in thread
+    workers, only those of `hasten.data.sample_rng()`); the training's own generators keep their state. The loader
+    shards samples across ranks: no DistributedSampler and no `set_epoch` are needed, though
+    `loader.sampler.set_epoch(epoch)` sets the epoch of the next pass.
 
-    What torch's loader has and this has not: iterable datasets, `batch_sampler`, `batch_size=None`, `in_order=False`.
+    Not supported, unlike torch's loader: iterable datasets, `batch_sampler`, `batch_size=None`, `in_order=False`.
 
     Args:
-        dataset: With `__len__` and `__getitem__` (or `__getitems__`).
-        batch_size: Samples of a batch, on each rank.
-        shuffle: In a new order each epoch.
-        sampler: Gives the order, with a length: a WeightedRandomSampler, say. Its draws are seeded by (seed, epoch).
+        dataset: Has `__len__` and `__getitem__` (or `__getitems__`).
+        batch_size: Samples per batch, on each rank.
+        shuffle: Use a new random order each epoch.
+        sampler: Gives the order; needs a length, such as a WeightedRandomSampler. Its draws are seeded by
+            (seed, epoch).
         batch_sampler: Refused.
-        num_workers: 0: the training's process makes batches itself.
-        collate_fn: As torch's.
-        pin_memory: As torch's.
-        drop_last: Leave out what does not fill a batch on all ranks. Else the last batch is smaller, and where the
-            ranks do not divide it, the epoch's first samples come again in it.
-        timeout: Seconds to wait for a batch; then an error says which worker makes which sample, and its stack.
-        worker_init_fn: As torch's.
-        multiprocessing_context: As torch's.
-        generator: Names the seed where `seed` does not: its `initial_seed()`. Nothing is drawn from it.
-        prefetch_factor: Batches each worker makes ahead; 2.
+        num_workers: Workers that make batches; 0: the training process makes them itself.
+        collate_fn: As in torch.
+        pin_memory: As in torch.
+        drop_last: Drop the samples that do not fill a batch on all ranks. Otherwise the last batch is smaller, and if
+            the ranks cannot share it equally, it repeats the epoch's first samples.
+        timeout: Seconds to wait for a batch before an error names the worker, the sample it makes, and its stack.
+        worker_init_fn: As in torch.
+        multiprocessing_context: As in torch.
+        generator: Its `initial_seed()` is the seed if `seed` is not given. Nothing is drawn from it.
+        prefetch_factor: Batches each worker makes ahead; default 2.
         persistent_workers: Keep worker processes from pass to pass.
-        pin_memory_device: As torch's.
-        in_order: Only True.
-        seed: Of order and samples, the same on all ranks; 0.
-        workers: "process", or "thread" for datasets whose time goes where the GIL is released; None: "thread" for a
+        pin_memory_device: As in torch.
+        in_order: Must be True.
+        seed: Seed of the order and of the samples, the same on all ranks; default 0.
+        workers: "process", or "thread" for datasets that spend their time with the GIL released; None: "thread" for a
             ParquetDataset, else "process".
-        on_error: What becomes of a sample that raises: "raise"; "skip" (the batch is smaller) or "substitute" (another
-            sample, named by seed, epoch and index), both counted in `faults`.
-        rank: Of this process; else torch.distributed's, else RANK.
-        world_size: Number of ranks; else torch.distributed's, else WORLD_SIZE.
+        on_error: What to do when a sample raises: "raise", "skip" it (the batch is smaller), or "substitute" another
+            sample chosen by seed, epoch and index. `faults` lists the skipped and replaced samples.
+        rank: Rank of this process; default: torch.distributed's, else the variable RANK.
+        world_size: Number of ranks; default: torch.distributed's, else the variable WORLD_SIZE.
 
     Example:
         >>> loader = DataLoader(dataset, batch_size=64, shuffle=True, num_workers=4, seed=1)
@@ -110,7 +121,7 @@ class DataLoader(TorchDataLoader[Any]):
         self.workers = workers
         self.on_error = on_error
         self.ledger = Ledger()
-        self._told = False
+        self._warned = False
         super().__init__(
             dataset,
             batch_sampler=ElasticBatches(shares, batch_size, drop_last),
@@ -120,20 +131,22 @@ class DataLoader(TorchDataLoader[Any]):
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=None if workers == "thread" else multiprocessing_context,
-            # torch's iterators draw a seed for workers from it, which nothing here depends on: not the training's.
+            # torch's iterators draw a base seed for their workers from this generator. Nothing here depends on that
+            # seed, but with `generator=None` they would draw it from the training's generator.
             generator=torch.Generator().manual_seed(key_of(seed) >> 1),
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
             pin_memory_device=pin_memory_device,
         )
-        # torch knows neither beside a batch_sampler; people, trainers and reports ask for them.
+        # With a batch_sampler, torch sets batch_size=None, drop_last=False and a default sampler, and its __setattr__
+        # refuses to change them. Users, trainers and reports read them, so write past it.
         self.__dict__.update(batch_size=batch_size, drop_last=drop_last, sampler=shares)
 
     def __iter__(self) -> Any:
-        """Begin a pass: of the next epoch, or the rest of the one that a state was loaded of."""
+        """Begin a pass over the next epoch, or over the rest of the epoch in a loaded state."""
         sampler = self.sampler
         if isinstance(sampler, ElasticSampler):
-            self._tell(sampler)
+            self._warn_of_uneven_ranks(sampler)
             sampler.begin(self.batch_size or 1)
         return super().__iter__()
 
@@ -149,38 +162,38 @@ class DataLoader(TorchDataLoader[Any]):
 
     @contextlib.contextmanager
     def lent(self, **others: Any) -> Iterator[None]:
-        """Have other attributes while torch makes an iterator."""
-        own = {name: self.__dict__[name] for name in others}
+        """Replace attributes of this loader temporarily, while torch's iterator reads them in its `__init__`."""
+        before = {name: self.__dict__[name] for name in others}
         self.__dict__.update(others)
         try:
             yield
         finally:
-            self.__dict__.update(own)
+            self.__dict__.update(before)
 
     @property
     def faults(self) -> list[Fault]:
-        """Samples that were left out or replaced, in all passes."""
+        """The samples skipped or replaced so far, over all passes."""
         return self.ledger.faults
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands: seed, epoch, samples over on all ranks, fingerprint of the data.
+        """Return the loader's position: seed, epoch, samples consumed over all ranks, fingerprint of the data.
 
-        It counts batches that the loader has given. The same on all ranks, under 1 KB.
+        It counts the batches that the loader has yielded. It is the same on all ranks, and under 1 KB.
         """
         return self._elastic().state_dict()
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        """Return the state after so many batches of the latest pass, however many were given ahead of the training."""
+        """Return the state after `batches` batches of the latest pass, even if more were prefetched than consumed."""
         return self._elastic().state_dict(batches)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next pass where a state says; after the last batch of an epoch, that pass is empty."""
+        """Make the next pass begin at a saved state. A state saved after an epoch's last batch gives an empty pass."""
         elastic = self._elastic()
         seed = elastic.seed
         elastic.load_state_dict(state)
         if elastic.seed != seed:
             _log.info("the loader goes on with the state's seed %d, not %d", elastic.seed, seed)
-        if self._iterator is not None:  # workers that stay have batches of the pass before on their way
+        if self._iterator is not None:  # persistent workers still have prefetched batches of the old position
             self._iterator = None
 
     def _elastic(self) -> ElasticSampler:
@@ -188,11 +201,15 @@ class DataLoader(TorchDataLoader[Any]):
             raise HastenError("this loader's sampler was replaced, so it has no state", "make a new loader")
         return self.sampler
 
-    def _tell(self, sampler: ElasticSampler) -> None:
-        """Say once which samples are left out or come twice because of the number of ranks."""
-        if self._told or not isinstance(self.batch_sampler, ElasticBatches):
+    def _warn_of_uneven_ranks(self, sampler: ElasticSampler) -> None:
+        """Warn once, on rank 0, how many samples are dropped or repeated because of the number of ranks.
+
+        Raises:
+            HastenError: `drop_last` leaves no batch at all.
+        """
+        if self._warned or not isinstance(self.batch_sampler, ElasticBatches):
             return
-        self._told = True
+        self._warned = True
         rank, size = sampler.world()
         left = self.batch_sampler.left_over()
         if not len(self) and sampler.length:
@@ -203,10 +220,10 @@ class DataLoader(TorchDataLoader[Any]):
         if size == 1 or rank or not left:
             return
         if left > 0:
-            said = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
+            effect = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
         else:
-            said = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
-        warn(f"{sampler.length} samples on {size} ranks: {said}", stacklevel=3)
+            effect = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
+        warn(f"{sampler.length} samples on {size} ranks: {effect}", stacklevel=3)
 
 
 def _check(
@@ -219,7 +236,7 @@ def _check(
     workers: str,
     on_error: str,
 ) -> None:
-    """Raise where an option is not one this loader has, before anything is built."""
+    """Raise HastenError for options that this loader does not support, before anything is built."""
     fix = "use torch.utils.data.DataLoader for it: hasten's Trainer resumes that too"
     if isinstance(dataset, IterableDataset):
         raise HastenError(
@@ -250,12 +267,13 @@ def _check(
 
 
 def _order(dataset: Any, shuffle: bool, sampler: Sampler[int] | None) -> tuple[Callable[[int, int], Order], int, str]:
-    """How an epoch is ordered, how many samples it has, and a name of that for the fingerprint."""
+    """Return the epoch's index order, its number of samples, and the order's name for the fingerprint."""
+    # A plain RandomSampler means shuffle=True: the computed permutation replaces it, which needs no stored order.
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset):
         sampler, shuffle = None, True
     if sampler is not None:
         return functools.partial(_drawn, sampler), len(sampler), type(sampler).__name__  # type: ignore[arg-type]
-    if shuffle and hasattr(dataset, "order"):  # it knows which samples lie together
+    if shuffle and hasattr(dataset, "order"):  # a ParquetDataset: its order keeps only a few row groups open at a time
         return dataset.order, len(dataset), "shuffled"
     if shuffle:
         return functools.partial(Permutation, len(dataset)), len(dataset), "shuffled"
@@ -267,7 +285,7 @@ def _in_order(seed: int, epoch: int) -> Order:
 
 
 def _drawn(sampler: Sampler[int], seed: int, epoch: int) -> Order:
-    """The order that a sampler draws, when its generators are seeded by (seed, epoch)."""
+    """Return the order that a sampler draws with its generators seeded by (seed, epoch), and leave them unchanged."""
     own = rng.find(sampler)
     before = rng.states_of(own)
     with unmoved():
@@ -278,7 +296,7 @@ def _drawn(sampler: Sampler[int], seed: int, epoch: int) -> Order:
 
 
 def _fingerprint(dataset: Any, order: str) -> str:
-    """A short text that differs where a state cannot be gone on from."""
+    """Return a short text that identifies the data and its order: a state with another one cannot be resumed."""
     own = getattr(dataset, "fingerprint", None)
     text = f"{len(dataset)} samples {order}"
     if isinstance(own, str):

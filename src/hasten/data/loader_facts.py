@@ -1,4 +1,4 @@
-"""Facts about a loader, and which changes of it spoil a resumed pass."""
+"""Facts about a loader, and the warnings about changes that make a resumed pass inexact."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def is_stateful(thing: Any) -> bool:
 
 
 def has_own_place(loader: Any) -> bool:
-    """Whether it is a hasten.data.DataLoader: its state says by itself where any pass stands."""
+    """Return whether the loader is a hasten.data.DataLoader, whose own state can hold the position of any pass."""
     return hasattr(type(loader), "state_after") and is_stateful(loader)
 
 
 def facts_of(loader: Any) -> dict[str, Any]:
-    """Return the facts that must not change for a state to be exact."""
+    """Return the facts about a loader that must not change if a resumed pass is to be exact."""
     facts: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, DataLoader):
         batch_size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
@@ -51,9 +51,9 @@ def facts_of(loader: Any) -> dict[str, Any]:
 
 
 def changes(state: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return changes since the state was saved, and what they spoil."""
+    """Return warnings: what changed since the state was saved, and how the resumed pass differs for it."""
     then, batches = state["facts"], state["batches"]
-    found = []
+    notes = []
     for name, spoilt in (
         ("loader", "a loader of another class may give other batches"),
         (
@@ -69,40 +69,40 @@ def changes(state: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ):
         mid_pass_only = name not in ("loader", "persistent_workers")
         if name in then and name in now and then[name] != now[name] and not (mid_pass_only and not state["open"]):
-            found.append(f"{name} was {then.get(name)} and is {now.get(name)}: {spoilt}")
+            notes.append(f"{name} was {then.get(name)} and is {now.get(name)}: {spoilt}")
     if then.get("num_workers", 0) != now.get("num_workers", 0) and _workers_mattered(state):
-        found.append(
+        notes.append(
             f"num_workers was {then.get('num_workers', 0)} and is {now.get('num_workers', 0)}: "
             "random numbers drawn in the dataset are not those an uninterrupted training would have drawn"
         )
     if state["open"] and then.get("in_order") is False and then.get("num_workers"):
-        found.append("in_order=False: which batches were consumed is not known; the first ones are taken to be")
-    return found
+        notes.append("in_order=False: which batches were consumed is not known; the first ones are taken to be")
+    return notes
 
 
 def _workers_mattered(state: dict[str, Any]) -> bool:
-    """Whether workers drew random numbers, or that is not known."""
+    """Return whether workers drew random numbers, or may have."""
     workers = state.get("workers")
     return not workers or bool(workers["states"]) or state.get("way") not in ("skip", None)
 
 
 def doubts(state: dict[str, Any], plan: WorkerWatch) -> list[str]:
-    """Return what turned out while the pass was restored."""
-    found, batches = [], state["batches"]
+    """Return warnings about what went wrong while the pass was restored."""
+    notes, batches = [], state["batches"]
     if plan.short:
-        found.append(f"the pass has fewer than the {batches} batches that were consumed of it: it ends here")
+        notes.append(f"the pass has fewer than the {batches} batches that were consumed of it: it ends here")
     if plan.drew and rng.digest() != state["digest"]:
-        found.append(
+        notes.append(
             "the loader draws from the process-wide random generators throughout the pass, between the training's own "
             "draws: what it remembers of earlier draws (a shuffle buffer, an order) may differ. Give it a generator"
         )
     if "workers" in state and state["workers"] is None and state["reused"]:
-        found.append("workers that stay were started before hasten saw the loader: their random states are not known")
+        notes.append("workers that stay were started before hasten saw the loader: their random states are not known")
     elif state.get("workers") and state["workers"]["lost"]:
-        found.append("batches were read far ahead of the training: some workers' random states are not known")
+        notes.append("batches were read far ahead of the training: some workers' random states are not known")
     if state.get("early") and state["way"] == "loader":
-        found.append(
+        notes.append(
             "it was saved before each worker had given a batch of this pass, and workers stay from pass to pass: what "
             "StatefulDataLoader knows of the others is how they ended the pass before, so their batches may be missing"
         )
-    return found
+    return notes

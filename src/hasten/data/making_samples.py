@@ -1,4 +1,4 @@
-"""Whether a thread is making samples: a module that it calls then is a dataset's own, and none that is trained."""
+"""Tracks whether a thread is making samples: modules that it calls then belong to the dataset, not to the training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _thread = _Thread()
 
 
 def only_makes_samples() -> None:
-    """Say that the calling thread makes samples, and does nothing else."""
+    """Mark the calling thread as making samples, for as long as it lives."""
     _thread.makes_samples = True
 
 
 def makes_samples(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """Have it known, while `make` runs, that this thread is making samples."""
+    """Wrap `make` so that the thread counts as making samples while it runs."""
 
     @functools.wraps(make)
     def making(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
@@ -41,5 +41,5 @@ def makes_samples(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 
 def is_making_samples() -> bool:
-    """Whether this thread is making samples, or this process is a DataLoader's worker, which does nothing else."""
+    """Return whether this thread is making samples, or this process is a DataLoader worker, which only does that."""
     return _thread.makes_samples or _worker._worker_info is not None

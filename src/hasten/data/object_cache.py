@@ -1,4 +1,4 @@
-"""Cached samples as live objects: to read one is to copy it, where the store reads and unpickles."""
+"""A cache of samples as live objects: a read copies the object, which is faster than the store's unpickling."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hasten.data.round_trip import is_plain_array
 from hasten.data.snapshot_parts import ATOMS
 from hasten.evidence.machine import memory_free
 
-_MOST, _SHARE = 512 << 20, 8  # bytes that all samples here may take: so many, and one in so many of what is free
-_BESIDE = 2000  # bytes of a sample's objects beside its pixels and numbers: measured, with the name of its file
-_TRIES = 16  # samples refused one after the other: then no more are looked at
+_MOST, _SHARE = 512 << 20, 8  # limits of all samples together: bytes, and 1/8 of the free memory
+_BESIDE = 2000  # measured bytes of a sample's Python objects, its file's name included, apart from pixels and numbers
+_TRIES = 16  # samples refused in a row, after which no more are considered
 _PIXELS = {"1": 1, "L": 1, "RGB": 4, "RGBA": 4}  # modes without a palette: bytes of a pixel in memory
 
 _alive: weakref.WeakSet[ObjectCache] = weakref.WeakSet()
-# How each kind of part is copied; all others are immutable, `_bytes_of` saw to it.
+# How to copy each type; objects of other types are immutable, as `_bytes_of` has checked.
 _COPIES: dict[type, Callable[[Any], Any]] = {
     tuple: lambda parts: tuple(map(copy_of, parts)),
     list: lambda parts: list(map(copy_of, parts)),
@@ -28,10 +28,10 @@ _COPIES: dict[type, Callable[[Any], Any]] = {
 
 
 class ObjectCache:
-    """Samples that a store gave, kept to be copied, with the files that they were made of.
+    """Samples from a store, kept as live objects together with the versions of their files.
 
-    What it holds is private: only copies are handed out. It is filled in the training's own process alone, as workers
-    would each fill memory of their own. What finds no room, and kinds whose copy may not be whole, stay in the store.
+    The objects are private: callers get copies. Only the training's own process fills it, because each worker would
+    fill separate memory. Samples without room, and types whose copy may be incomplete, stay in the store only.
     """
 
     def __init__(self) -> None:
@@ -42,24 +42,24 @@ class ObjectCache:
         _alive.add(self)
 
     def find(self, place: Any) -> Any:
-        """Return what is kept for a place, which is to be copied; None where nothing is, or a file has changed."""
-        held = self._held.get(place)
-        if held is None:
+        """Return the sample kept for a place, which the caller must copy; None if there is none, or a file changed."""
+        entry = self._held.get(place)
+        if entry is None:
             return None
-        files, sample = held
-        for path, told in files:
-            if told_by(path) != told:
-                self._held.pop(place, None)  # its bytes stay counted: files seldom change
+        files, sample = entry
+        for path, version in files:
+            if told_by(path) != version:
+                self._held.pop(place, None)  # its bytes stay counted, as files seldom change
                 return None
         hear_again(files)
         return sample
 
     def add(self, place: Any, files: dict[str, Any], sample: Any) -> bool:
-        """Keep a sample that was unpickled and that nobody else holds; False where that cannot be.
+        """Keep a freshly unpickled sample that nobody else holds; return False if it cannot be kept.
 
         Args:
-            place: Under which `find` gives it back.
-            files: Path -> what tells the file's contents, of all that the sample was made of.
+            place: The key for `find`.
+            files: Path -> version, for all files that the sample was made from.
             sample: The sample, not None.
         """
         if not self._tries or sample is None or os.getpid() != self._pid:
@@ -73,7 +73,7 @@ class ObjectCache:
         return True
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Drop all samples."""
         self._held, self.bytes, self._tries = {}, 0, _TRIES
 
 
@@ -83,15 +83,15 @@ def _is_in_worker() -> bool:
 
 
 def copy_of(sample: Any) -> Any:
-    """Return a copy of a sample that `ObjectCache.add` took: in it, all that can be changed is the caller's own."""
+    """Return a copy of a sample that `ObjectCache.add` accepted; it shares no mutable object with the original."""
     copy = _COPIES.get(type(sample))
     return sample if copy is None else copy(sample)
 
 
 def _bytes_of(part: Any, seen: set[int]) -> int:
-    """Return how many bytes an unpickled sample's contents take; -1 where `copy_of` may not give the same.
+    """Return the bytes that an unpickled sample's contents take; -1 if `copy_of` may not reproduce it.
 
-    Two places that hold one list or array would hold two in a copy: such samples, too, are left to the store.
+    If two places hold the same list or array, a copy would hold two: such samples, too, are left to the store.
     """
     kind = type(part)
     if kind in ATOMS:
@@ -103,11 +103,11 @@ def _bytes_of(part: Any, seen: set[int]) -> int:
         if kind is dict and not set(map(type, part)) <= ATOMS:
             return -1
         inside = [*part, *part.values()] if kind is dict else part
-        sizes = [_bytes_of(one, seen) for one in inside]
+        sizes = [_bytes_of(inner, seen) for inner in inside]
         return -1 if -1 in sizes else sys.getsizeof(part) + sum(sizes)
     if kind.__module__ == "PIL.Image" and kind.__name__ == "Image":
         info = [*part.info, *part.info.values()]
-        plain = all(type(one) in ATOMS or (type(one) is tuple and set(map(type, one)) <= ATOMS) for one in info)
+        plain = all(type(value) in ATOMS or (type(value) is tuple and set(map(type, value)) <= ATOMS) for value in info)
         if not plain or part.mode not in _PIXELS or part.palette is not None:
             return -1
         _COPIES[kind] = kind.copy
@@ -117,7 +117,7 @@ def _bytes_of(part: Any, seen: set[int]) -> int:
     if kind.__name__ == "Tensor":
         size = int(part.numel() * part.element_size())
         if part.untyped_storage().nbytes() != size:
-            return -1  # gaps, or elements that share memory: a copy may lie otherwise
+            return -1  # gaps, or elements that share memory: a copy may have other strides
         _COPIES[kind] = kind.clone
         return size
     if kind.__name__ == "ndarray":
@@ -127,4 +127,4 @@ def _bytes_of(part: Any, seen: set[int]) -> int:
 
 
 def _array_copy(array: Any) -> Any:
-    return array.copy(order="K")  # as it lies: by columns, where it is so
+    return array.copy(order="K")  # keeps the memory order, such as column-major

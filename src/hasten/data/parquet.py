@@ -21,13 +21,13 @@ from hasten.data.remote.files import PendingRead, RemoteFile, RowGroupPrefetch
 from hasten.data.remote.options import Remote
 from hasten.errors import HastenError
 
-_BUDGET = 256 << 20  # bytes of row groups that are open at a time, as far as `window` is not given
-_MOST = 16
-_FILTERING = 8  # row groups whose rows are looked through at a time
+_BUDGET = 256 << 20  # bytes of row groups open at a time, if `window` is not given
+_MOST = 16  # row groups open at a time, if `window` is not given
+_FILTERING = 8  # threads that read row groups to filter their rows
 
 
 class _Group:
-    """A row group: which file, which number, how many rows, and which of them are left by the filters."""
+    """A row group: its file, its number in the file, its row count, and the rows that pass the filters (None: all)."""
 
     __slots__ = ("file", "kept", "number", "rows")
 
@@ -39,27 +39,27 @@ class _Group:
 
 
 class ParquetDataset(Dataset[dict[str, Any]]):
-    """Rows of Parquet files, read by row groups, only the columns asked for.
+    """A map-style dataset of rows in Parquet files, read by row group and only in the requested columns.
 
-    A batch is a dict: numbers as tensors, fixed-size lists as 2-D tensors, lists of differing lengths padded (with
+    A batch is a dict: numbers as tensors, fixed-size lists as 2-D tensors, variable-length lists padded (with
     `<name>_lengths`) or packed (with `<name>_offsets`), strings and bytes as lists, images as uint8 tensors
-    batch x 3 x height x width (a list where sizes differ). Under `hasten.data.DataLoader` a shuffled epoch reads
-    `window` row groups at a time, each once, and rows of all of them are mixed; workers are threads unless asked.
+    batch x 3 x height x width (a list if sizes differ). Under `hasten.data.DataLoader` a shuffled epoch keeps `window`
+    row groups open at a time, reads each once, and mixes the rows of all open groups; workers are threads by default.
 
     Args:
-        paths: A file, a folder of `*.parquet`, a pattern, or a list of them; read in sorted order. Folders `key=value`
-            in a folder, as Spark writes them, are read too, `key` as a column. Also URLs (https, s3, gs and what
-            else fsspec reads; a folder there ends in "/").
-        columns: Which ones; None: all.
-        images: Columns of encoded images (bytes, or Hugging Face's {bytes, path}) that are decoded.
-        stack: New name -> columns of one type that become one 2-D tensor.
-        ragged: "pad" lists to the longest of the batch, or "packed".
-        padding: The value they are padded with.
-        filters: As pyarrow's: `[("label", "<", 5)]`. Row groups are left out by their statistics, then rows.
-        window: Row groups open at a time in a shuffled epoch, and so how far rows are mixed; None: up to 16 within
-            256 MB. The same for all ranks; where these divide it, each reads row groups of its own.
-        transform: Called with each batch. Draw from `hasten.data.sample_rng()`.
-        remote: How URLs are read: time-outs, retries, keys, the cache on disk. See `hasten.data.Remote`.
+        paths: A file, a folder of `*.parquet`, a glob pattern, or a list of these; read in sorted order. Hive-style
+            subfolders `key=value`, as Spark writes them, are read too, with `key` as a column. URLs also work (https,
+            s3, gs and everything else fsspec reads; a remote folder ends in "/").
+        columns: Columns to read; None: all.
+        images: Columns of encoded images (bytes, or Hugging Face's {bytes, path}) to decode.
+        stack: New name -> columns of one type to combine into one 2-D tensor.
+        ragged: "pad" variable-length lists to the longest in the batch, or return them "packed".
+        padding: The padding value.
+        filters: In pyarrow's form: `[("label", "<", 5)]`. Skips whole row groups by their statistics, then rows.
+        window: Row groups open at a time in a shuffled epoch, which decides how well rows are mixed; None: up to 16
+            within 256 MB. The same for all ranks; if the number of ranks divides it, ranks read different row groups.
+        transform: Called with each batch. Draw random numbers from `hasten.data.sample_rng()`.
+        remote: How to read URLs: timeouts, retries, credentials, the disk cache. See `hasten.data.Remote`.
 
     Example:
         >>> data = ParquetDataset("train/*.parquet", columns=["image", "label"], images=["image"])
@@ -108,6 +108,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._reset()
 
     def _reset(self) -> None:
+        """Start with no open row groups: in a new dataset, a copy, or a forked process."""
         self._open: OrderedDict[int, _Loading] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -127,38 +128,40 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one row, without a dimension for the batch."""
+        """Return one row, without a batch dimension."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         batch = self._gathered([index % len(self)])
         return {name: values[0] for name, values in batch.items()}
 
     def order(self, seed: int, epoch: int) -> LaneOrder:
-        """Return the shuffled order of an epoch."""
+        """Return an epoch's shuffled order, which maps positions to rows."""
         return LaneOrder(self._sizes, self.window, seed, epoch, self._follow)
 
     def order_in_files(self, seed: int, epoch: int) -> Callable[[Indices], Indices]:
-        """Return the order of an epoch that is not shuffled."""
+        """Return an epoch's unshuffled order, which maps positions to rows."""
         return FileOrder(self._sizes, self._follow)
 
     def _follow(self, groups: list[int]) -> None:
-        """Learn in which order a pass opens row groups."""
+        """Tell the prefetcher the order in which a pass opens row groups."""
+        # Not in a forked child before its own reset: the prefetcher's lock and threads are the parent's.
         if self._ahead is not None and self._process == os.getpid():
             self._ahead.follow(groups)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
-        """Return the batch of these rows."""
+        """Return a batch of these rows, transformed."""
         batch = self._gathered(indices)
         return batch if self.transform is None else self.transform(batch)
 
     def _gathered(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Return a batch of these rows, in their order, before the transform."""
         where = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._ends, where, side="right")
         places, rows, groups = [], [], []
         needed: list[int] = np.unique(numbers).tolist()
         for count, number in enumerate(needed):
             if self._ahead is not None and count % self.window == 0:
-                self._prepare(needed[count : count + self.window])  # all on their way before the first is waited for
+                self._prepare(needed[count : count + self.window])  # request them all before waiting for the first
             place = np.flatnonzero(numbers == number)
             group = self._groups[number]
             inside = where[place] - (self._ends[number] - group.rows)
@@ -178,7 +181,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         return batch
 
     def where(self, index: int) -> str:
-        """Return the file and row group in which a row lies."""
+        """Return a row's file, row group and number in the row group, in words."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         group = self._groups[number]
         inside = index - int(self._ends[number] - group.rows)
@@ -186,19 +189,19 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         return f"{self._files[group.file]}, row group {group.number}, row {row} of it"
 
     def _loaded(self, number: int) -> list[Any]:
-        """A row group's arrays: read once by the first thread that needs them, and kept while the window is there."""
+        """Return a row group's arrays: the first thread that needs them reads them, and the window then keeps them."""
         (loading,) = self._prepare([number])
         with loading.lock:
             if loading.arrays is None:
-                coming, loading.coming = loading.coming, None  # where it fails, the next try fetches again
+                coming, loading.coming = loading.coming, None  # cleared first: after an error the next try refetches
                 loading.arrays = self._read(self._groups[number], coming)
         return loading.arrays
 
     def _prepare(self, numbers: list[int]) -> list[_Loading]:
-        """Have a place for row groups that are needed, and those from afar on their way."""
-        if self._process != os.getpid():  # forked: another thread may have held the lock
+        """Reserve places for the needed row groups, request the remote ones, and evict the least recently used."""
+        if self._process != os.getpid():  # after a fork: another thread may have held the lock at that moment
             self._reset()
-        found = []
+        prepared = []
         with self._lock:
             for number in numbers:
                 loading = self._open.get(number)
@@ -210,11 +213,11 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                         self._open.popitem(last=False)
                 else:
                     self._open.move_to_end(number)
-                found.append(loading)
-        return found
+                prepared.append(loading)
+        return prepared
 
     def _begin(self, number: int) -> PendingRead | None:
-        """Have a row group fetched, if its file is not on a local disk."""
+        """Request a row group of a remote file; return None for a local one."""
         group = self._groups[number]
         file = self._files[group.file]
         return file.begin(group.number, self._names) if isinstance(file, RemoteFile) else None
@@ -230,7 +233,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         return [part.load(table, f"{file}, row group {group.number}") for part in self._parts]
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
-        """Raise where a file lacks a column, or has it with another type than the first file."""
+        """Raise HastenError if a file lacks a column, or has it with another type than the first file."""
         for file in self._files:
             own = file.schema
             for name in names:
@@ -244,6 +247,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                     )
 
     def _kept_groups(self, filters: Any) -> list[_Group]:
+        """Return the row groups that have rows left after filtering, in file order."""
         counts = [
             [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
             for file in self._files
@@ -254,8 +258,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
-        def kept(found: tuple[int, int, list[str]]) -> _Group:
-            file, number, names = found
+        def kept(candidate: tuple[int, int, list[str]]) -> _Group:
+            file, number, names = candidate
             table = self._files[file].read(number, names)
             return _Group(file, number, counts[file][number], _passing(table, condition))
 
@@ -264,11 +268,15 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             possible = []
             for number, file in enumerate(self._files):
                 footer = pa.BufferOutputStream()
-                file.metadata.write_metadata_file(footer)  # statistics are all that is needed to leave out row groups
+                # pyarrow prunes row groups of a fragment, and the footer alone has the statistics that this needs: a
+                # remote file is not read for it.
+                file.metadata.write_metadata_file(footer)
                 fragment = ds.ParquetFileFormat().make_fragment(
                     pa.BufferReader(footer.getvalue()), partition_expression=file.guarantee()
                 )
                 for part in fragment.split_by_row_group(filter=condition, schema=file.schema):
+                    # pyarrow does not list an expression's columns, so look for their names in its text. An extra
+                    # match (column "a" in "label") costs only time.
                     names = [name for name in file.schema.names if name in str(condition)]
                     possible.append((number, part.row_groups[0].id, names))
             return [group for group in together(kept, possible, _FILTERING) if group.rows]
@@ -276,7 +284,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             raise HastenError(f"filters={filters!r} cannot be applied: {error}") from error
 
     def _own_window(self) -> int:
-        """As many groups as fit the budget, by what their footers say of their size; the same on all ranks."""
+        """Return how many row groups fit the budget, by the largest size in the footers; the same on all ranks."""
         sizes = [
             sum(group.column(number).total_uncompressed_size for number in range(group.num_columns)
                 if group.column(number).path_in_schema.split(".")[0] in self._names)
@@ -286,7 +294,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
 
 
 class _Loading:
-    """A row group's arrays, once they are read; before that, from afar, its bytes on their way."""
+    """An open row group: its arrays once read and, until then, the pending read of its bytes if it is remote."""
 
     __slots__ = ("arrays", "coming", "lock")
 
@@ -297,7 +305,7 @@ class _Loading:
 
 
 def _passing(table: Any, condition: Any) -> Indices:
-    """The numbers of the rows that pass."""
+    """Return the numbers of the rows that pass a filter."""
     import pyarrow as pa
 
     kept: Indices = (

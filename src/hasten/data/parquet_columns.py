@@ -1,4 +1,9 @@
-"""Columns of a row group as arrays, and batches gathered from them without a Python loop over rows."""
+"""Loads columns of a row group as arrays, and gathers batches from them without a Python loop over rows.
+
+Each class handles one kind of column. `load` turns its columns of a row group into arrays, once per row group;
+`gather` copies the rows of a batch out of the arrays of several row groups. Only strings, bytes and images need a
+loop over rows, as they become Python lists.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,18 @@ import torch
 from hasten.data.parquet_images import decode
 from hasten.errors import HastenError
 
-_CHUNK = 4096  # rows copied at a time, so that what is written stays in the core's cache
+_CHUNK = 4096  # rows copied at a time, so that the destination stays in the CPU core's cache
 
 
 class Scalars:
-    """Numbers of one type, of one or more columns: a row is one place in memory."""
+    """Numeric columns of one type, stored as one rows x columns array so that a row is contiguous in memory."""
 
     def __init__(self, names: list[str], stacked: str | None) -> None:
         self.names = names
         self.stacked = stacked
 
     def load(self, table: Any, where: str) -> Any:
-        """Return rows x columns."""
+        """Return an array, rows x columns."""
         columns = [_numbers(table.column(name), name, where) for name in self.names]
         if len(columns) == 1:
             return np.ascontiguousarray(columns[0]).reshape(-1, 1)
@@ -32,7 +37,7 @@ class Scalars:
         return rows
 
     def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
-        """Return tensors of the rows of each part, put at these places of the batch."""
+        """Return the batch's tensors: copy the given rows of each part to their places in the batch."""
         values = _rows(parts, places)
         if self.stacked is not None:
             return {self.stacked: values}
@@ -40,25 +45,25 @@ class Scalars:
 
 
 class Fixed:
-    """Lists that all have the same length: a 2-D tensor."""
+    """A column of fixed-size lists, which becomes a 2-D tensor."""
 
     def __init__(self, name: str, length: int) -> None:
         self.name = name
         self.length = length
 
     def load(self, table: Any, where: str) -> Any:
-        """Return rows x length."""
+        """Return an array, rows x list length."""
         column = table.column(self.name).combine_chunks()
         _no_nulls(column, self.name, where)
         return _numbers(column.flatten(), self.name, where).reshape(-1, self.length)
 
     def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
-        """Return a tensor of the rows of each part, put at these places of the batch."""
+        """Return the batch's tensor: copy the given rows of each part to their places in the batch."""
         return {self.name: _rows(parts, places)}
 
 
 class Ragged:
-    """Lists of differing lengths: padded to the longest of the batch, or packed one behind the other."""
+    """A column of variable-length lists: padded to the longest in the batch, or packed end to end."""
 
     def __init__(self, name: str, packed: bool, padding: float) -> None:
         self.name = name
@@ -66,7 +71,7 @@ class Ragged:
         self.padding = padding
 
     def load(self, table: Any, where: str) -> Any:
-        """Return values and offsets."""
+        """Return the flat values and the offset of each row in them."""
         column = table.column(self.name).combine_chunks()
         _no_nulls(column, self.name, where)
         offsets = column.offsets.to_numpy().astype(np.int64)
@@ -95,14 +100,14 @@ class Ragged:
 
 
 class Passed:
-    """Strings and bytes, as lists; or, of images, what they are decoded to."""
+    """A column of strings or bytes, returned as lists, or of encoded images, which are decoded."""
 
     def __init__(self, name: str, image: bool) -> None:
         self.name = name
         self.image = image
 
     def load(self, table: Any, where: str) -> Any:
-        """Return the values, as a list: to take a few from each row group is then no call of pyarrow's."""
+        """Return the values as a list, from which `gather` can take single rows without pyarrow's overhead per call."""
         import pyarrow as pa
 
         column = table.column(self.name).combine_chunks()
@@ -111,7 +116,7 @@ class Passed:
         return column.to_pylist()
 
     def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
-        """Return a list; of images of one size, a tensor: batch x channels x height x width, uint8."""
+        """Return a list or, for images of one size, a uint8 tensor batch x channels x height x width."""
         values: list[Any] = [None] * sum(len(rows) for _, rows in parts)
         for (column, rows), place in zip(parts, places, strict=True):
             for number, row in zip(place.tolist(), rows.tolist(), strict=True):
@@ -128,7 +133,7 @@ def _rows(parts: list[tuple[Any, Any]], places: Any) -> torch.Tensor:
 
 
 def _ranges(starts: Any, lengths: Any) -> Any:
-    """Return the numbers from each start on, as many as its length, one behind the other."""
+    """Return the concatenation of the ranges that begin at `starts` and have `lengths` elements."""
     ends = np.cumsum(lengths)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
@@ -137,7 +142,7 @@ def _numbers(column: Any, name: str, where: str) -> Any:
     import pyarrow as pa
 
     kind = column.type
-    if not pa.types.is_floating(kind):  # a missing float is NaN
+    if not pa.types.is_floating(kind):  # a null float becomes NaN
         _no_nulls(column, name, where)
     if pa.types.is_temporal(kind):
         column = column.cast(pa.int32() if kind.bit_width == 32 else pa.int64())
@@ -156,10 +161,10 @@ def _no_nulls(column: Any, name: str, where: str) -> None:
 def parts_of(
     schema: Any, names: list[str], images: set[str], stack: dict[str, list[str]], ragged: str, padding: float
 ) -> list[Any]:
-    """Return how each column becomes part of a batch.
+    """Return the handlers (Scalars, Fixed, Ragged, Passed) that turn columns into parts of a batch.
 
     Raises:
-        HastenError: A column's type has no place in a batch, or stacked columns differ in type.
+        HastenError: No tensor can be made of a column's type, or stacked columns differ in type.
     """
     import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""Which Parquet files are meant, by path, folder, pattern or URL; and those on a local disk."""
+"""Finds Parquet files by path, folder, pattern or URL, and reads those on a local disk."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class LocalFile:
     """A Parquet file on a disk of this machine.
 
     Args:
-        path: Of the file.
-        values: What the folders `key=value` around it say.
+        path: Path of the file.
+        values: Partition values from its `key=value` folders.
 
     Raises:
-        HastenError: It cannot be read.
+        HastenError: The file cannot be read.
     """
 
     def __init__(self, path: Path, values: dict[str, str | None]) -> None:
@@ -54,17 +54,18 @@ class LocalFile:
         return str(self.path)
 
     def _look(self) -> tuple[int, int]:
+        """Return the file's size and modification time, which change if it is replaced."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise HastenError(f"{self.path} cannot be read any more: {error.strerror}") from None
-        return found.st_size, found.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     def lies_in(self, partitions: Partitions) -> None:
-        """Give it the columns that its folders stand for.
+        """Add the partition columns to the file's schema.
 
         Raises:
-            HastenError: It has one of these columns itself.
+            HastenError: The file already has a column of that name.
         """
         import pyarrow as pa
 
@@ -75,10 +76,10 @@ class LocalFile:
         self.partitions = partitions
 
     def read(self, group: int, columns: list[str]) -> Any:
-        """Return a row group's columns as a pyarrow Table.
+        """Return columns of a row group, partition columns included, as a pyarrow Table.
 
         Raises:
-            HastenError: It cannot be read, was changed, or is damaged.
+            HastenError: The file cannot be read, was changed since it was opened, or is damaged.
         """
         if self._look() != self._stamp:
             raise HastenError(
@@ -91,22 +92,22 @@ class LocalFile:
         return self.partitions.added(table, self.values, self.metadata.row_group(group).num_rows)
 
     def guarantee(self) -> Any:
-        """Return what its folders say of all of its rows, as an expression of pyarrow's; None: nothing."""
+        """Return a pyarrow expression that holds for all rows, from the partition values; None without partitions."""
         return None if self.partitions is None else self.partitions.expression(self.values)
 
 
 def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | RemoteFile], Reader | None]:
-    """Return the files that are meant, sorted within each thing that was given, and what fetches those from afar.
+    """Return the opened files, sorted within each given path, and the reader of the remote ones (None without URLs).
 
     Args:
         paths: A path or URL, or several: files, folders, patterns.
         remote: How to read URLs.
 
     Raises:
-        HastenError: There is nothing, or it cannot be read.
+        HastenError: No file was found, or one cannot be read.
     """
     try:
-        import pyarrow  # noqa: F401 - only whether it is there
+        import pyarrow  # noqa: F401 - only checks that it is installed
     except ImportError:
         raise HastenError(
             "ParquetDataset needs pyarrow, which is not installed", "pip install 'hasten[data]'"
@@ -125,26 +126,26 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
             found += _local(text)
         else:
             reader = reader or Reader(remote or Remote())
-            found += _afar(text, reader)
+            found += _remote(text, reader)
     if not found:
         raise HastenError("ParquetDataset was given no path")
-    here = [file for file in found if isinstance(file, LocalFile)]
-    if any(file.values for file in here):
-        partitions = Partitions((file.path, file.values) for file in here)
-        for file in here:
+    local_files = [file for file in found if isinstance(file, LocalFile)]
+    if any(file.values for file in local_files):
+        partitions = Partitions((file.path, file.values) for file in local_files)
+        for file in local_files:
             file.lies_in(partitions)
     if reader is None:
-        return list(here), None
+        return list(local_files), None
     known = reader
 
-    def opened(one: LocalFile | str) -> LocalFile | RemoteFile:
-        return RemoteFile(one, known) if isinstance(one, str) else one
+    def opened(file: LocalFile | str) -> LocalFile | RemoteFile:
+        return RemoteFile(file, known) if isinstance(file, str) else file
 
     return together(opened, found, reader.remote.connections), reader
 
 
 def together(call: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
-    """Return what `call` returns of each item, by a few threads; the first error is raised, and the rest left out."""
+    """Call `call` on each item in a few threads; return the results in order, or raise the first error."""
     pool = Pool(threads)
     futures = [pool.submit(call, item) for item in items]
     try:
@@ -156,17 +157,19 @@ def together(call: Callable[[Any], Any], items: Iterable[Any], threads: int) -> 
 
 
 def _local(text: str) -> list[LocalFile]:
+    """Return the files that a path names: itself, or the files of a folder or pattern."""
     if Path(text).exists():
-        given = [Path(text)]
+        matches = [Path(text)]
     else:
-        given = sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
-    here = {path: folder for folder in given for path in (files_in(folder) if folder.is_dir() else [folder])}
-    if not here:
+        matches = sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
+    folders = {path: folder for folder in matches for path in (files_in(folder) if folder.is_dir() else [folder])}
+    if not folders:
         raise HastenError(f"no Parquet file at {text}", _WHAT)
-    return [LocalFile(path, values_in(path, folder)) for path, folder in here.items()]
+    return [LocalFile(path, values_in(path, folder)) for path, folder in folders.items()]
 
 
-def _afar(url: str, reader: Reader) -> list[str]:
+def _remote(url: str, reader: Reader) -> list[str]:
+    """Return the URLs of the files that a URL names: itself, or the files of a folder or pattern."""
     store = reader.store(url)
     path = url.partition("?")[0]
     folder = path.endswith("/") or (
@@ -176,10 +179,10 @@ def _afar(url: str, reader: Reader) -> list[str]:
     )
     if not folder and "*" not in path:
         return [url]
-    here = store.listed(url)
-    if not here:
+    urls = store.listed(url)
+    if not urls:
         raise HastenError(
             f"no Parquet file at {shown(url)}",
             f"{_WHAT}; a web server has to list the folder, else give the files' own URLs as a list",
         )
-    return here
+    return urls

@@ -1,4 +1,4 @@
-"""Row groups of a Parquet file as pyarrow Tables, wherever its bytes come from."""
+"""Reads row groups of Parquet files, local or remote, as pyarrow Tables."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from hasten.errors import HastenError
 
-_MOST_MICROSECONDS = (2**63 - 1) // 1000  # that 64 bits hold in nanoseconds: from 1677-09-21 to 2262-04-11
+_MOST_MICROSECONDS = (2**63 - 1) // 1000  # what 64 bits hold in nanoseconds: 1677-09-21 to 2262-04-11
 
 
 def read_group(source: Callable[[], Any], metadata: Any, group: int, columns: list[str], name: str) -> Any:
-    """Return a row group's columns as a pyarrow Table.
+    """Return columns of a row group as a pyarrow Table.
 
     Args:
-        source: Returns what pyarrow reads: a path, or an open file.
-        metadata: The file's.
+        source: Returns what pyarrow opens: a path, or an open file.
+        metadata: The file's footer.
         group: Number of the row group.
         columns: Names.
-        name: Of the file, for messages.
+        name: Name of the file, for messages.
 
     Raises:
-        HastenError: It cannot be read, or holds times that pyarrow would read as others.
+        HastenError: The row group cannot be read, or has timestamps that pyarrow would read as other times.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ def read_group(source: Callable[[], Any], metadata: Any, group: int, columns: li
     try:
         with pq.ParquetFile(source(), metadata=metadata) as opened:
             table = opened.read_row_group(group, columns=columns, use_threads=False)
+        # pyarrow reads INT96 as nanoseconds and wraps around on overflow, so read these columns again in microseconds.
         if old := _old_times(metadata, columns):
             with pq.ParquetFile(source(), metadata=metadata, coerce_int96_timestamp_unit="us") as opened:
                 _refuse_overflow(opened.read_row_group(group, columns=old, use_threads=False), name, group)
@@ -40,13 +41,13 @@ def read_group(source: Callable[[], Any], metadata: Any, group: int, columns: li
 
 
 def _old_times(metadata: Any, columns: list[str]) -> list[str]:
-    """Return those columns whose times are INT96, as Spark and Hive write them by default."""
+    """Return the columns whose timestamps are INT96, as Spark and Hive write them by default."""
     kinds = (metadata.schema.column(number) for number in range(metadata.num_columns))
     return [kind.path for kind in kinds if kind.physical_type == "INT96" and kind.path in columns]
 
 
 def _refuse_overflow(table: Any, name: str, group: int) -> None:
-    """Raise where times do not fit into nanoseconds: pyarrow reads 9999-12-31 as 1816-03-29 then, without a word."""
+    """Raise HastenError for times that overflow nanoseconds: pyarrow would silently read 9999-12-31 as 1816-03-29."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""Images in files' bytes as tensors: by simplejpeg where that gives Pillow's pixels, else by Pillow."""
+"""Decodes images to tensors: with simplejpeg where it gives the same pixels as Pillow, else with Pillow."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ _JPEG = b"\xff\xd8\xff"
 
 
 class ImageError(HastenError, ValueError):
-    """An image that cannot be decoded; `number` says which of the batch it is."""
+    """An image that cannot be decoded; `number` is its place in the batch."""
 
-    def __init__(self, message: str, number: int = 0) -> None:  # rebuilt from its text where a worker raised it
+    # torch rebuilds an exception from a worker with its message alone, hence the default for `number`.
+    def __init__(self, message: str, number: int = 0) -> None:
         super().__init__(message, 'DataLoader(on_error="skip") leaves such samples out')
         self.number = number
 
 
 def decode(values: list[Any], name: str) -> Any:
-    """Return the images as RGB: one uint8 tensor, batch x channels x height x width, or a list where sizes differ.
+    """Return the images as RGB: one uint8 tensor, batch x channels x height x width, or a list if sizes differ.
 
     Args:
-        values: Bytes of the files.
-        name: Of the column, for messages.
+        values: The encoded images.
+        name: Name of the column, for messages.
 
     Raises:
-        ImageError: One is no image, is damaged, or has more pixels than Pillow's limit.
+        ImageError: A value is not an image, is damaged, or has more pixels than Pillow's limit.
     """
     from PIL import Image
 
@@ -48,24 +49,24 @@ def decode(values: list[Any], name: str) -> Any:
 
 
 def _pixels(value: bytes, fast: Any, limit: int | None) -> Any:
-    """Return height x width x 3.
+    """Return the pixels, height x width x 3.
 
     Args:
-        value: Bytes of the file.
-        fast: The module simplejpeg, if it is there.
-        limit: Pixels up to which it may decode.
+        value: The encoded image.
+        fast: The module simplejpeg, if installed.
+        limit: Most pixels that simplejpeg may decode; Pillow raises for larger images.
     """
     from PIL import Image
 
     if fast is not None and value.startswith(_JPEG):
         try:
             height, width, space, _ = fast.decode_jpeg_header(value, strict=True)
-            plain = space in ("YCbCr", "Gray")  # CMYK is Pillow's, with its inversion by Adobe's marker
-            # fastdct and fastupsample are quicker by nothing and change pixels.
+            plain = space in ("YCbCr", "Gray")  # leave CMYK to Pillow, which inverts it as Adobe's marker says
+            # fastdct and fastupsample bring no measurable speed and change pixels.
             if plain and (limit is None or height * width <= limit):
                 return fast.decode_jpeg(value, colorspace="RGB", fastdct=False, fastupsample=False, strict=True)
         except ValueError:
-            pass  # damaged: Pillow decides, whether it is an error and what is left of it
+            pass  # damaged: let Pillow decide whether that is an error or how much of the image it can decode
     with Image.open(io.BytesIO(value)) as image:
         return np.asarray(image.convert("RGB"))
 

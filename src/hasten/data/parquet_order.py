@@ -1,4 +1,4 @@
-"""A shuffled order of rows that lie in row groups: well mixed, and a reader has only a few groups open at a time."""
+"""Orders over the rows of row groups: shuffled with only a few groups open at a time, or as in the files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from hasten.data.permutation import Indices, Permutation
 
 
 class LaneOrder:
-    """Each row once, in an order of (seed, epoch) in which neighbours come from different row groups.
+    """A shuffled order of (seed, epoch) that visits each row once, with neighbours from different row groups.
 
-    The groups are put in a row in permuted order, and their rows permuted inside them. That row is cut into `lanes`
-    equal parts, of which position p reads lane p modulo lanes. So at any moment one group is open in each lane, and
-    where the number of ranks divides that of lanes, each rank reads lanes, and so groups, of its own.
+    Problem: a full shuffle would read a row group for almost every row. Approach: concatenate the groups in permuted
+    order, with the rows permuted inside each group; cut that sequence into `lanes` equal parts; position p is the next
+    row of lane p modulo `lanes`. So one group is open per lane at any moment, and if the number of ranks divides the
+    number of lanes, no two ranks read the same lane (only a group cut by a lane's end is read by two).
 
     Args:
         sizes: Rows of each group.
         lanes: How many groups are open at a time.
-        seed: Of the order.
-        epoch: Of the order.
-        follow: Told the groups in the order in which they are opened, when the first positions are asked for.
+        seed: Seed of the order.
+        epoch: Epoch of the order.
+        follow: Called once, at the first positions, with the groups in the order in which they will be opened.
     """
 
     def __init__(
@@ -56,28 +57,30 @@ class LaneOrder:
         return rows
 
     def opened(self, positions: Indices) -> list[int]:
-        """Return the groups that are opened by who reads on from these positions, in that order.
+        """Return the groups that a reader opens when it goes on from these positions, in that order.
 
         Args:
-            positions: The first ones of a pass. A rank that takes every second one never comes to every second lane.
+            positions: The first positions of a pass. They show which lanes this rank reads: a rank that takes every
+                second position, with an even number of lanes, never reads every second lane.
         """
         first = int(positions[0])
-        found: list[tuple[int, int]] = []
+        openings: list[tuple[int, int]] = []
         for lane in np.unique(positions % self._lanes).tolist():
             begin = int(self._lane_starts[lane])
             end = int(self._lane_starts[lane + 1]) if lane + 1 < self._lanes else int(self._ends[-1])
-            done = max(0, -(-(first - lane) // self._lanes))  # rows of this lane that lie before the first position
+            done = max(0, -(-(first - lane) // self._lanes))  # rows of this lane before the first position
             slot = int(np.searchsorted(self._ends, begin + done, side="right"))
             while slot < len(self._groups):
                 group = int(self._groups[slot])
                 place = max(int(self._ends[slot] - self._sizes[group]), begin + done)
                 if place >= end:
                     break
-                found.append(((place - begin) * self._lanes + lane, group))
+                openings.append(((place - begin) * self._lanes + lane, group))
                 slot += 1
-        return [group for _, group in sorted(found)]
+        return [group for _, group in sorted(openings)]
 
     def _order_in(self, group: int) -> Permutation:
+        """Return the permutation of a group's rows, cached while the group may be open."""
         order = self._inside.get(group)
         if order is None:
             order = self._inside[group] = Permutation(int(self._sizes[group]), *self._numbers, group)
@@ -87,11 +90,11 @@ class LaneOrder:
 
 
 class FileOrder:
-    """Rows as they lie in the files.
+    """The rows in file order.
 
     Args:
         sizes: Rows of each group.
-        follow: Told the groups in the order in which they are opened, when the first positions are asked for.
+        follow: Called once, at the first positions, with the groups in the order in which they will be opened.
     """
 
     def __init__(self, sizes: Indices, follow: Callable[[list[int]], None]) -> None:
@@ -99,7 +102,7 @@ class FileOrder:
         self._follow: Callable[[list[int]], None] | None = follow
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return the rows at these positions: the same numbers."""
+        """Return the rows at these positions, which are the same numbers."""
         if self._follow is not None and len(positions):
             first = int(np.searchsorted(self._ends, int(positions[0]), side="right"))
             self._follow(list(range(first, len(self._ends))))

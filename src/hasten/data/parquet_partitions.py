@@ -1,4 +1,4 @@
-"""Folders as Spark and Hive lay them out: part files in folders `key=value`, whose values are columns."""
+"""Hive-style partitions, as Spark and Hive write them: files in folders `key=value`, whose values become columns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from urllib.parse import unquote
 from hasten.errors import HastenError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")
-_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?|NaN|-?Infinity")  # a longer one would be rounded
+_WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # at most 18 digits: always fits 64 bits
+_NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?|NaN|-?Infinity")  # float64 would round longer ones
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the Parquet files of a folder and of the folders `key=value` in it, sorted; hidden ones are left out.
+    """Return the Parquet files of a folder and of its `key=value` subfolders, sorted, without hidden files.
 
     Raises:
-        HastenError: It cannot be listed, or a folder in it is a table of its own.
+        HastenError: The folder cannot be listed, or contains a folder `*.parquet`, which is a separate table.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     try:
         inside = sorted(folder.iterdir())
     except OSError as error:
@@ -32,30 +32,30 @@ def files_in(folder: Path) -> list[Path]:
         if path.name.startswith(".") or (path.name.startswith("_") and "=" not in path.name):
             continue  # _SUCCESS, _metadata, _temporary, .part-0.parquet.crc
         if not path.is_dir():
-            found += [path] * path.name.endswith(".parquet")
+            files += [path] * path.name.endswith(".parquet")
         elif "=" in path.name:
-            found += files_in(path)
+            files += files_in(path)
         elif path.name.endswith(".parquet"):
             raise HastenError(f"{path} is a folder, not a file", "give the folders that you mean as a list")
-    return found
+    return files
 
 
 def values_in(path: Path, folder: Path) -> dict[str, str | None]:
-    """Return what the folders `key=value` between a folder and a file in it say; None for a value that is missing."""
+    """Return key -> value from the `key=value` folders between a folder and a file in it; None for Hive's null."""
     pairs = (part.split("=", 1) for part in path.relative_to(folder).parts[:-1] if "=" in part)
     return {unquote(key): None if value == _NULL else unquote(value) for key, value in pairs}
 
 
 class Partitions:
-    """The columns that folders `key=value` stand for, with one type each in all files.
+    """The partition columns of a dataset, each with one type in all files.
 
-    Values are 64-bit whole numbers or numbers where those of all files are, else text: `zip=00501` stays text.
+    A column is int64 or float64 if the values of all files are, else text: `zip=00501` stays text.
 
     Args:
-        values: Of each file.
+        values: Each file with its partition values, from `values_in`.
 
     Raises:
-        HastenError: Files lie in folders of other keys.
+        HastenError: Not all files have the same keys.
     """
 
     def __init__(self, values: Iterable[tuple[Path, dict[str, str | None]]]) -> None:
@@ -78,12 +78,12 @@ class Partitions:
             self.types[key] = pa.int64() if whole and texts else pa.float64() if number and texts else pa.string()
 
     def added(self, table: Any, values: dict[str, str | None], rows: int) -> Any:
-        """Return a table with the columns of these values behind its own.
+        """Return a table with the partition columns appended.
 
         Args:
-            table: Of some columns, or of none.
-            values: Of its file.
-            rows: How many it has.
+            table: Some columns of the file, or none.
+            values: The file's partition values.
+            rows: Number of rows, which a table without columns does not know.
         """
         import pyarrow as pa
 
@@ -92,11 +92,11 @@ class Partitions:
         return pa.table(columns | own)
 
     def expression(self, values: dict[str, str | None]) -> Any:
-        """Return what these values say of a file's rows, by which pyarrow leaves out whole files."""
+        """Return the partition values as a pyarrow expression, which lets filters skip whole files; None if empty."""
         import pyarrow.dataset as ds
 
-        said = [ds.field(key) == self._scalar(key, text) for key, text in values.items() if text is not None]
-        return functools.reduce(operator.and_, said) if said else None
+        equalities = [ds.field(key) == self._scalar(key, text) for key, text in values.items() if text is not None]
+        return functools.reduce(operator.and_, equalities) if equalities else None
 
     def _scalar(self, key: str, text: str | None) -> Any:
         import pyarrow as pa

@@ -1,6 +1,8 @@
-"""Passes over a hasten DataLoader: in this process, or by torch's own worker processes, watched.
+"""Iterators over a hasten DataLoader: in this process, or with torch's worker processes under watch.
 
-All are torch's iterators, so what listens to those (hasten's taps, profilers) listens to these.
+They subclass torch's iterators, so tools that hook those (hasten's taps, profilers) see them too. Each worker writes
+which sample it makes, and since when, into a row of shared memory (its beat), so the main process can say what a
+dead or hung worker was doing. Attributes added to torch's classes begin with `_hasten_`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ from hasten.data.sample_keys import unmoved
 from hasten.data.worker_deaths import DeferredWorkerDeath
 from hasten.messages import warn
 
-HUNG = 4.0  # seconds in one sample after which a worker that is waited for is named
-_CHECK = 1.0  # seconds between looks at workers that are waited for
-_FIELDS = 4  # of a worker's beat: index, start, batch, process that can be asked for its stack
+HUNG = 4.0  # seconds in one sample after which the training warns about the worker it waits for
+_CHECK = 1.0  # seconds between checks of the worker whose batch is due
+_FIELDS = 4  # a worker's beat: sample index, its start (ns), batch number, pid once it can print its stack
 
 
 class Counted:
-    """Counts, for the loader's state, the batches that an iterator gives; a mixin before torch's class."""
+    """A mixin before torch's iterator class that counts yielded batches, for the loader's state."""
 
     _hasten_ledger: Any
     _hasten_place: Any
@@ -58,7 +60,7 @@ class Counted:
         self._hasten_place = loader.sampler.place
 
     def _hasten_made(self) -> Any:
-        """The next batch, made."""
+        """Return the next batch."""
         raise NotImplementedError
 
     def _next_data(self) -> Any:
@@ -73,12 +75,12 @@ class Counted:
             self._hasten_ledger.note(batch.faults)
             batch = batch.batch
         place.batches += 1
-        place.over = False  # a tune cuts a pass short, and goes on with it by another iterator
+        place.over = False  # tune may end a pass early and continue it with another iterator
         return batch
 
 
 class InProcess(Counted, _SingleProcessDataLoaderIter):
-    """Batches made by the training's own process, when they are asked for."""
+    """An iterator that makes batches in the training's own process, on demand."""
 
     def __init__(self, loader: Any) -> None:
         self._hasten_count(loader)
@@ -95,28 +97,30 @@ class InProcess(Counted, _SingleProcessDataLoaderIter):
 
 
 class WorkerInit:
-    """A `worker_init_fn`: the user's own, and what lets the loader say what this worker does."""
+    """A `worker_init_fn` that runs the user's, and lets the main process see what this worker does."""
 
     def __init__(self, then: Callable[[int], Any] | None, source: SampleFetcher, beats: Any, folder: str) -> None:
         self._then = then
         self._source = source
         self._beats = beats
         self._folder = folder
-        # Linux ends such a child with the thread that started it, and only the main thread lives as long as we do.
+        # Linux sends the parent-death signal when the thread that forked the child ends, not its process. Only the
+        # main thread is sure to live as long as the process.
         self._follows = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         if self._follows:
             die_with_parent()
-        # What the training holds stays shared: a collection that walks over it would copy it page by page (Energon's
-        # PR 40). Frozen here and not before the fork, so that the training itself collects as before.
+        # Keep the training's objects shared with this process: a garbage collection would write to each of their
+        # headers, and so copy their pages (Megatron-Energon, PR 40). Freeze here, not before the fork, so that the
+        # training itself collects as before.
         gc.freeze()
         beat = np.frombuffer(self._beats, np.int64).reshape(-1, _FIELDS)[worker]
         info: Any = get_worker_info()
         source = self._source if info is None else info.dataset
         source.watched(beat, worker)
         if info is not None:
-            object.__setattr__(info, "dataset", source.dataset)  # what a worker_init_fn expects there
+            object.__setattr__(info, "dataset", source.dataset)  # a worker_init_fn expects the user's dataset here
         if self._then is not None:
             self._then(worker)
         if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
@@ -127,7 +131,7 @@ class WorkerInit:
 
 
 class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
-    """Batches made by worker processes; one that is killed or hangs is named with what it was making."""
+    """An iterator over worker processes that says what a killed or hung worker was making."""
 
     def __init__(self, loader: Any) -> None:
         self._hasten_count(loader)
@@ -152,7 +156,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._hasten_count(loader)
         self._hasten_cut = SplitIndices(self._hasten_first)
-        self._hasten_over = 0  # parts on their way of a batch of which another part failed
+        self._hasten_over = 0  # parts still to come of a split batch that failed in another part
         super()._reset(loader, first_iter)
 
     def _next_index(self) -> Any:
@@ -161,7 +165,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
     def _hasten_made(self) -> Any:
         while self._hasten_over:
             self._hasten_over -= 1
-            with contextlib.suppress(Exception):  # the batch's first failure was raised
+            with contextlib.suppress(Exception):  # the batch's first error is raised already
                 _MultiProcessingDataLoaderIter._next_data(self)
         count = self._hasten_cut.parts()
         if count == 1:
@@ -176,7 +180,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         return self._hasten_joined(parts)
 
     def _hasten_joined(self, parts: list[Packed]) -> Any:
-        """The batch that workers made in parts."""
+        """Collate the parts of a split batch."""
         samples = [sample for part in parts for sample in part.samples()]
         faults = [fault for part in parts for fault in part.faults]
         if not samples:
@@ -199,7 +203,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         return batch
 
     def _try_get_data(self, timeout: float = 5.0) -> Any:
-        """Wait for the next answer of a worker, in short turns with a look at the workers between them."""
+        """Wait for the next result of a worker, and check each second whether the awaited worker hangs."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -218,15 +222,17 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
                 return False, None
 
     def _hasten_awaited(self) -> int | None:
-        """The worker whose batch comes next."""
+        """Return the worker whose batch is due; None if the batch has arrived or is unknown."""
         info = self._task_info.get(self._rcvd_idx)
         return info[0] if info is not None and len(info) == 1 else None
 
     def _hasten_seconds(self, worker: int) -> float:
+        """Return for how many seconds a worker has been making its sample (0: idle)."""
         index, since = self._hasten_beats[worker, :2].tolist()
         return 0.0 if index == IDLE else time.monotonic() - since / 1e9
 
     def _hasten_name(self, worker: int) -> None:
+        """Warn about a hung worker, once for each sample."""
         index, since, _, _ = self._hasten_beats[worker].tolist()
         if (worker, index, since) not in self._hasten_named:
             self._hasten_named.add((worker, index, since))
@@ -246,7 +252,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         return f"{name} has been making sample {index} of {self._hasten_dataset}, of batch {number}, {seconds}"
 
     def _hasten_stack(self, worker: int) -> str:
-        """What the worker's threads do: it says so itself when asked by a signal, also from within C code."""
+        """Return the stacks of a worker's threads, which its faulthandler writes on SIGUSR2, even inside C code."""
         pid = self._workers[worker].pid
         if pid is None or self._hasten_beats[worker, 3] != pid:
             return "  (not known: SIGUSR2 has a handler of its own there)"
@@ -254,7 +260,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         before = path.stat().st_size if path.exists() else 0
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
-        for _ in range(50):  # half a second: a worker in uninterruptible sleep (a dead network disk) never answers
+        for _ in range(50):  # 0.5 s: a worker in uninterruptible sleep (on a dead network disk) never answers
             time.sleep(0.01)
             with contextlib.suppress(OSError):
                 text = path.read_bytes()[before:].decode(errors="replace")
@@ -263,7 +269,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         return "  (it does not answer: perhaps it waits for a disk that is gone)"
 
     def _hasten_why(self, error: RuntimeError) -> str:
-        """torch's message about a worker that ended, with what it was making and what may have ended it."""
+        """Return torch's message about a dead worker, with what it was making and what may have killed it."""
         ended = [worker for worker, process in enumerate(self._workers) if not process.is_alive()]
         lines = [str(error).strip()]
         lines += [f"hasten: it ended while {self._hasten_doing(worker)}" for worker in ended]
@@ -278,7 +284,7 @@ class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIt
         return "\n".join(lines)
 
     def _hasten_room(self, batch: Any) -> None:
-        """Warn before /dev/shm is full, at the first batch, whose size says how much will lie there."""
+        """Warn if the prefetched batches will not fit in /dev/shm, judged by the size of the first batch."""
         size = shared_bytes(batch)
         ahead = size * (self._num_workers * self._prefetch_factor + 1)
         if self._hasten_free is not None and ahead > self._hasten_free:

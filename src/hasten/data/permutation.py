@@ -1,8 +1,8 @@
-"""Orders of a data set that are computed, not stored: a permutation named by a few numbers.
+"""A pseudorandom permutation that is computed, not stored, from a few numbers.
 
-Position p of an epoch is sample `Permutation(length, seed, epoch)(p)`, on every rank and in every worker, so the state
-of a shuffled pass is how many samples are over. The same numbers give the same order with every version of NumPy:
-nothing is drawn from its generators.
+Position p of an epoch is sample `Permutation(length, seed, epoch)(p)` on every rank and in every worker, so the state
+of a shuffled pass is only how many samples were consumed. The same numbers give the same order with every version of
+NumPy, because nothing is drawn from its generators.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 6
-# Up to here an order is a sort of hashes: as random as the hash is, and kept (512 KB). A Feistel network over a few
-# bits has few orders to give: over 4 bits, hardly any of the 16! there are.
+# Up to this length, sort hashes and keep the order (512 KB). A Feistel network over few bits can give only a small part
+# of all orders: with 4 bits, hardly any of the 16! orders.
 _SORTED = 1 << 16
-_BLOCK = 1 << 15  # positions permuted at once: what a network works on stays in the core's cache
+_BLOCK = 1 << 15  # positions permuted at once, so that the network's arrays stay in the CPU core's cache
 
 
 def key_of(*numbers: int) -> int:
-    """Return a 64-bit key of some numbers; another order of them is another key."""
+    """Return a 64-bit key of some numbers; their order matters."""
     key = _GOLDEN
     for number in numbers:
         key = _mix(key ^ _mix((number & _MASK) + _GOLDEN))
@@ -33,12 +33,12 @@ def key_of(*numbers: int) -> int:
 
 
 def keys_of(key: int, numbers: Indices) -> NDArray[np.uint64]:
-    """Return a 64-bit key for each number: of `key` and the number."""
+    """Return, for each number, a 64-bit key of `key` and the number."""
     return _mixed(numbers.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64: each bit of the value changes each bit of what comes out half of the time."""
+    """Return the splitmix64 finalizer of a value: each input bit flips each output bit with probability 1/2."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _FIRST) & _MASK
     value = ((value ^ (value >> 27)) * _SECOND) & _MASK
@@ -46,7 +46,7 @@ def _mix(value: int) -> int:
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`_mix` of each value; the array is changed."""
+    """Apply `_mix` to each value, in place."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_FIRST)
     values ^= values >> np.uint64(27)
@@ -56,14 +56,14 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Permutation:
-    """Every number below `length` once, in an order that the other numbers name.
+    """A permutation of the numbers below `length`, determined by the other numbers.
 
-    Above 65,536, a Feistel network over the bits of `length`, walked on while it leads outside: at most two steps on
-    average, no memory, and any position is found without those before it.
+    Above 65,536, it is a Feistel network over the bits of `length`, applied again while the result is not below
+    `length` (cycle walking): at most two steps on average, no memory, and random access to any position.
 
     Args:
         length: How many numbers.
-        numbers: What names the order, such as seed and epoch.
+        numbers: Determine the order, such as seed and epoch.
     """
 
     def __init__(self, length: int, *numbers: int) -> None:
@@ -96,13 +96,13 @@ class Permutation:
         if self._sorted is not None:
             return self._sorted[where]
         flat = where.ravel()
-        found = np.empty_like(flat)
+        permuted = np.empty_like(flat)
         for start in range(0, flat.size, _BLOCK):
-            found[start : start + _BLOCK] = self._walk(flat[start : start + _BLOCK].astype(np.uint64))
-        return found.reshape(where.shape)
+            permuted[start : start + _BLOCK] = self._walk(flat[start : start + _BLOCK].astype(np.uint64))
+        return permuted.reshape(where.shape)
 
     def _walk(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Go on from each value until it is below `length`: the network's cycle leads back inside."""
+        """Apply the network to each value until it is below `length`, which happens because it permutes in cycles."""
         values = self._network(values)
         outside = np.flatnonzero(values >= np.uint64(self.length))
         while outside.size:
@@ -111,7 +111,7 @@ class Permutation:
         return values
 
     def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Permute the numbers of so many bits: the halves change each other in turn."""
+        """Apply the Feistel network, which permutes the numbers of that many bits: each half is XORed in turn."""
         low, high = values & self._low, values >> self._low_bits
         for number, key in enumerate(self._keys):
             if number % 2:
@@ -122,7 +122,7 @@ class Permutation:
 
 
 def _hashed(half: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
-    """A hash of one half. The best bits of a product are its upper ones, hence the shift."""
+    """Return a hash of one half. The high bits of a product are mixed best, hence the final shift."""
     values = (half + key) * np.uint64(_FIRST)
     values ^= values >> np.uint64(32)
     values *= np.uint64(_SECOND)

@@ -1,4 +1,4 @@
-"""Where a pass through a training loader stands, so that a training goes on in the middle of an epoch."""
+"""Saves and restores the position of a pass through any training loader, to resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _log = logging.getLogger("hasten")
 
 
 class Position:
-    """Where a pass through a loader stands; nothing is done per batch, the state is made when it is asked for.
+    """The position of passes through a loader. It costs nothing per batch: the state is made on request.
 
-    A pass is resumed in one of five ways, the first that suits the loader:
+    A pass is resumed in one of five ways, the first that fits the loader:
 
-    - own: a hasten.data.DataLoader. Its own state of four fields: other workers and ranks go on with it.
-    - skip: a DataLoader over a map-style dataset. The sampler is advanced, no sample is fetched; workers go on with
-      the random states they had after their last batch that was consumed.
+    - own: a hasten.data.DataLoader. Its own small state works with other numbers of workers and ranks.
+    - skip: a DataLoader over a map-style dataset. The sampler is advanced without fetching samples; workers restart
+      with the RNG states they had after their last consumed batch.
     - loader: a loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader over an iterable
-      dataset, or any object): its own state, and its workers' random states.
+      dataset, or any object): its own state, and the RNG states of its workers.
     - dataset: a DataLoader without workers over an iterable dataset with `state_dict` and `load_state_dict`.
-    - replay: anything else. Batches are drawn and dropped, which takes their time.
+    - replay: anything else. Batches are drawn and dropped, which takes as long as making them.
 
-    What no state holds: attributes that a dataset changes in itself, unless they are random generators or a counter
-    named `epoch`, or the dataset has a `state_dict` (without workers, or in a StatefulDataLoader). A
-    DistributedSampler orders by `set_epoch`: call it before `resume` as before `begin`.
+    No state holds attributes that a dataset changes in itself, unless they are random generators or a counter named
+    `epoch`, or the dataset has a `state_dict` (without workers, or in a StatefulDataLoader). A DistributedSampler
+    depends on `set_epoch`: call it before `resume`, as before `begin`.
 
     Args:
         loader: A DataLoader, or any iterable.
@@ -54,16 +54,16 @@ class Position:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._begun: dict[str, Any] | None = None  # the generators' states when the open pass began
-        self._reused = False  # the open pass was begun by workers of an earlier one
+        self._begun: dict[str, Any] | None = None  # RNG states when the open pass began; None between passes
+        self._reused = False  # whether the open pass uses persistent workers of an earlier pass
         self._watch: WorkerWatch | None = None
         self._fetcher: Any = None
         self._way = "replay"
-        self._before = 0  # batches of the open pass that were consumed before it was resumed, of a loader's own place
-        self._waiting: dict[str, Any] | None = None  # state of workers that the next `begin` has to start
+        self._before = 0  # batches of the open pass consumed before it was resumed (way "own" only)
+        self._waiting: dict[str, Any] | None = None  # a loaded state whose workers the next `begin` has to start
 
     def begin(self) -> Iterator[Any]:
-        """Begin a pass: `iter(loader)`, with the same random draws and, without workers, torch's own iterator."""
+        """Begin a pass and return `iter(loader)`, with the same random draws and, without workers, torch's iterator."""
         loader = self.loader
         if has_own_place(loader):
             self._begun, self._way, self._before = {}, "own", 0
@@ -84,30 +84,33 @@ class Position:
         self._begun["workers"] = {} if watch is None else watch.at(0)[0]
         with watching(loader, watch or WorkerWatch()):
             iterator: Iterator[Any] = iter(loader)
-        self._look_at(iterator)
+        self._choose_way(iterator)
         return iterator
 
     def first(self) -> None:
-        """The first batch is asked for now, after others have drawn: a sampler may take its seed only then."""
+        """Record the RNG states right before the first batch, which is when a sampler may draw its seed.
+
+        Call it if something has drawn random numbers since `begin`.
+        """
         if self._begun is not None and self._way != "own" and not workers_of(self.loader):
             self._begun["first"] = rng.state()
 
     def end(self) -> None:
-        """The pass is over: exhausted, or left by the training. States now say that the next pass has to begin."""
+        """End the pass, exhausted or abandoned. A state saved from now on makes the next pass begin."""
         self._begun = None
         self._fetcher = None
         if not is_persistent(self.loader):
             self._watch = None
 
     def state_dict(self, batches: int) -> dict[str, Any]:
-        """Where the pass stands.
+        """Return the position of the pass.
 
         Args:
-            batches: How many batches of the open pass the training has consumed; of no meaning between passes.
+            batches: How many batches of the open pass the training has consumed; ignored between passes.
 
         Returns:
-            Plain values and tensors: some 20 KB, as much again for each worker that draws random numbers, and what
-            `state_dict` of the loader or dataset returns where that is used. It never holds the order of a dataset.
+            Plain values and tensors: some 20 KB, as much again for each worker that draws random numbers, plus the
+            loader's or dataset's own `state_dict` if that is used. It never holds the order of a dataset.
         """
         state: dict[str, Any] = {"open": self._begun is not None, "batches": 0, "facts": facts_of(self.loader)}
         if has_own_place(self.loader):
@@ -120,7 +123,7 @@ class Position:
         return {**state, **(self._between() if self._begun is None else self._within(batches))}
 
     def _between(self) -> dict[str, Any]:
-        """What a state between two passes has more."""
+        """Return the entries that only a state between two passes has."""
         state: dict[str, Any] = {}
         if not isinstance(self.loader, DataLoader) and is_stateful(self.loader):
             state["loader"] = copy.deepcopy(self.loader.state_dict())
@@ -136,7 +139,7 @@ class Position:
         return state
 
     def _within(self, batches: int) -> dict[str, Any]:
-        """What a state in the middle of a pass has more."""
+        """Return the entries that only a state in the middle of a pass has."""
         assert self._begun is not None
         state = {"batches": batches, "way": self._way, "digest": rng.digest(), "reused": self._reused}
         state["begun"] = {name: self._begun[name] for name in ("rng", "own", "first") if name in self._begun}
@@ -144,11 +147,14 @@ class Position:
         if self._way == "loader":
             own = copy.deepcopy(self.loader.state_dict())
             if isinstance(self.loader, DataLoader):
+                # torchdata restarts from its last snapshot and replays the batches since, so take the workers' RNG
+                # states as of that snapshot.
                 as_of = batches - own.get("_steps_since_snapshot", 0)
-                # Of a worker that has given nothing yet in a later pass, torchdata keeps how it ended the pass before.
+                # For a persistent worker that has not given a batch of this pass yet, torchdata still has the state in
+                # which it ended the previous pass.
                 state["early"] = self._reused and is_iterable(self.loader) and as_of < workers_of(self.loader)
             if isinstance(self.loader, DataLoader) and not _holds_data_state(own):
-                state["way"] = "replay"  # it would replay, and not say with which random states
+                state["way"] = "replay"  # torchdata would replay too, but with RNG states that we don't control
             else:
                 state["loader"] = own
         elif self._way == "dataset":
@@ -164,30 +170,31 @@ class Position:
         return state
 
     def batches_over(self, state: dict[str, Any]) -> int:
-        """Return how many batches of the open pass were consumed, counted in batches of the loader as it is now.
+        """Return how many batches of the open pass were consumed, in batches of this loader.
 
-        A hasten.data.DataLoader goes on with other numbers of ranks, and samples in a batch, than the state is of: 3
-        batches of 8 samples are 6 of 4.
+        A hasten.data.DataLoader can resume with another number of ranks or batch size than the state was saved with:
+        3 batches of 8 samples are 6 batches of 4.
         """
         if not state["open"] or state.get("way") != "own" or not has_own_place(self.loader):
             return int(state["batches"])
         return len(self.loader) - int(self.loader.batch_sampler.count(state["loader"]["samples"]))
 
     def resume(self, state: dict[str, Any]) -> Iterator[Any] | None:
-        """Go on where `state_dict` was asked; restore the process-wide generators (`rng.restore`) afterwards.
+        """Resume where `state_dict` was called; the caller restores the process-wide generators afterwards.
 
-        What cannot be exact, because the loader has changed or was read in an unusual way, is a warning.
+        It changes the process-wide generators, hence `rng.restore` after it. Whatever cannot be exact, because the
+        loader has changed or was read in an unusual way, is a warning.
 
         Returns:
-            The iterator that gives the batches after those consumed; None if the state is one between passes: the
-            next `begin` then begins as it would have.
+            The iterator over the batches after those consumed; None for a state between passes, after which the next
+            `begin` begins as it would have without the interruption.
         """
         loader = self.loader
         if has_own_place(loader) or state.get("way") == "own":
             return self._resume_own(state)
         _warn(changes(state, facts_of(loader)))
         if is_persistent(loader):
-            loader._iterator = None  # workers of this process know nothing of the state's
+            loader._iterator = None  # this process's persistent workers do not have the saved states
         if not state["open"]:
             self._resume_between(state)
             return None
@@ -204,13 +211,13 @@ class Position:
         plan = self._plan(state, batches if way == "skip" else 0, begun if state["reused"] else None)
         self._begun = {**begun, "workers": dict(plan.start)}
         self._reused = state["reused"]
-        iterator = self._go_on(state, way, plan)
+        iterator = self._restart(state, way, plan)
         _warn(doubts(state, plan))
         self._set_own(state["own"])
         return iterator
 
-    def _go_on(self, state: dict[str, Any], way: str, plan: WorkerWatch) -> Iterator[Any]:
-        """Begin the pass again, and bring it to where the state is of; `plan` is told what that took."""
+    def _restart(self, state: dict[str, Any], way: str, plan: WorkerWatch) -> Iterator[Any]:
+        """Begin the pass again and move it to the state's position; set `plan.short` and `plan.drew`."""
         loader, batches = self.loader, state["batches"]
         if way == "loader":
             loader.load_state_dict(copy.deepcopy(state["loader"]))
@@ -218,7 +225,7 @@ class Position:
             dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
         with watching(loader, plan):
             iterator: Iterator[Any] = iter(loader)
-        self._look_at(iterator)
+        self._choose_way(iterator)
         if way == "dataset" and state["dataset_iter"] is not None:
             self._fetcher.dataset_iter.load_state_dict(copy.deepcopy(state["dataset_iter"]))
         elif way == "skip" and not workers_of(loader):
@@ -226,12 +233,12 @@ class Position:
         elif way == "replay":
             plan.short, plan.drew = _replay(iterator, batches)
         if isinstance(iterator, _BaseDataLoaderIter) and way in ("skip", "dataset"):
-            iterator._num_yielded = batches
+            iterator._num_yielded = batches  # numbers the workers' recorded states, and tells read_ahead what is left
         return iterator
 
     def _skip(self, iterator: Iterator[Any], state: dict[str, Any], plan: WorkerWatch) -> None:
-        """Pass over the batches that were consumed, without making them."""
-        if state["reused"]:  # workers that stayed drew no seed for this pass
+        """Skip the consumed batches without making them."""
+        if state["reused"]:  # persistent workers drew no base seed for this pass, but this new iterator did
             _put_back(self.loader, state["begun"])
         if "first" in state["begun"]:
             rng.restore(state["begun"]["first"])
@@ -240,7 +247,11 @@ class Position:
             dataset.load_state_dict(copy.deepcopy(state["dataset"]))
 
     def _resume_own(self, state: dict[str, Any]) -> Iterator[Any] | None:
-        """`resume`, by the state that a loader keeps of itself."""
+        """Resume by the loader's own state (way "own").
+
+        Raises:
+            HastenError: Only one of the saved loader and this loader is a hasten.data.DataLoader.
+        """
         if state.get("way") != "own" or not has_own_place(self.loader):
             raise HastenError(
                 f"where the training data stood was saved by a {state['facts'].get('loader')}, and this is a "
@@ -256,7 +267,7 @@ class Position:
         return iterator
 
     def _resume_between(self, state: dict[str, Any]) -> None:
-        """Go on between two passes: the next one begins as it would have."""
+        """Resume between two passes, so that the next pass begins as it would have."""
         loader = self.loader
         self.end()
         self._set_own(state["own"])
@@ -269,16 +280,26 @@ class Position:
         self._waiting = state if state.get("workers") and is_persistent(loader) else None
 
     def _now(self) -> dict[str, Any]:
+        """Return the states of the process-wide generators and of the loader's own."""
         return {"rng": rng.state(), "own": rng.states_of(rng.find(self.loader))}
 
     def _set_own(self, states: dict[str, Any]) -> None:
+        """Restore the loader's own generators; warn of those that no longer match."""
         if strange := rng.set_states(rng.find(self.loader), states):
             _warn([f"random generators of the loader are not there as when the state was saved: {', '.join(strange)}"])
 
     def _plan(self, state: dict[str, Any], skip: int, before: dict[str, Any] | None) -> WorkerWatch:
-        """How workers have to start: with which states, and, in a later pass of workers that stay, with which draws."""
+        """Return how workers have to start: with which RNG states, skipping how many batches.
+
+        Args:
+            state: The loaded state.
+            skip: Batches to skip.
+            before: For a later pass of persistent workers, the RNG states when it began; else None.
+        """
         before_reset = None
-        if before is not None:  # the pass itself draws no seed: as if the workers had been there
+        # Starting workers draws a base seed, which the uninterrupted pass with persistent workers did not draw: put the
+        # generators back once the workers run.
+        if before is not None:
             before_reset = functools.partial(_put_back, self.loader, before)
         workers = state.get("workers")
         if not workers or workers["number"] != workers_of(self.loader):
@@ -286,13 +307,13 @@ class Position:
         states = {int(worker): rng.to_raw(kept) for worker, kept in workers["states"].items()}
         return WorkerWatch(states, workers["base_seed"], skip, before_reset, _depth(self.loader))
 
-    def _look_at(self, iterator: Any) -> None:
-        """Choose the way by which the pass that was just begun could be resumed."""
+    def _choose_way(self, iterator: Any) -> None:
+        """Choose the way in which the pass that has just begun can be resumed."""
         loader = self.loader
-        torchs = isinstance(loader, DataLoader) and isinstance(iterator, _BaseDataLoaderIter)
-        self._watch = watch_of(iterator) if torchs else None
-        self._fetcher = getattr(iterator, "_dataset_fetcher", None) if torchs else None
-        known = torchs and (not workers_of(loader) or self._watch is not None)
+        is_torch_iterator = isinstance(loader, DataLoader) and isinstance(iterator, _BaseDataLoaderIter)
+        self._watch = watch_of(iterator) if is_torch_iterator else None
+        self._fetcher = getattr(iterator, "_dataset_fetcher", None) if is_torch_iterator else None
+        known = is_torch_iterator and (not workers_of(loader) or self._watch is not None)
         if (
             known
             and not is_iterable(loader)
@@ -308,7 +329,7 @@ class Position:
             self._way = "replay"
 
     def _way_now(self, state: dict[str, Any]) -> str:
-        """The way by which the state was saved, if this loader still allows it."""
+        """Return the way in which the state was saved if this loader still supports it, else "replay"."""
         way, loader = str(state["way"]), self.loader
         same_workers = state["facts"].get("num_workers", 0) == workers_of(loader)
         possible = {
@@ -322,7 +343,7 @@ class Position:
 
 
 def _replay(iterator: Iterator[Any], batches: int) -> tuple[bool, bool]:
-    """Draw and drop batches; returns what `advance` returns."""
+    """Draw and drop batches; return the same as `advance`."""
     if batches:
         _log.info("drawing %d batches again, to go on in the middle of a pass", batches)
     drawn = sum(1 for _ in itertools.islice(iterator, 1))
@@ -342,13 +363,13 @@ def _workers_state(watch: WorkerWatch, states: dict[int, Any], lost: list[int]) 
 
 
 def _depth(loader: Any) -> int:
-    """States to keep of each worker: StatefulDataLoader goes back to its last snapshot."""
+    """Return how many RNG states to keep for each worker: enough for StatefulDataLoader's last snapshot."""
     every = getattr(loader, "snapshot_every_n_steps", None) or 1
     return 8 + int(every) // max(workers_of(loader), 1)
 
 
 def _holds_data_state(own: Any) -> bool:
-    """Whether a StatefulDataLoader's state holds any of its dataset, or of the iterator over it."""
+    """Return whether a StatefulDataLoader's state contains a state of its dataset, or of the dataset's iterator."""
     if not isinstance(own, dict):
         return False
     here = any(own.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))

@@ -1,7 +1,12 @@
-"""Reads ahead: threads call a dataset's `loader(path)` for coming samples; the samples are made in order.
+"""Reads ahead: threads call a dataset's `loader(path)` for coming samples, while the samples are made in order.
 
-`dataset[i]` is still called by the training, one after the other, on its own thread: augmentation draws the numbers it
-would have drawn. Only when it comes to `self.loader(path)` is the image there already.
+The training still calls `dataset[i]` sample by sample on its own thread, so augmentation draws the same random
+numbers. But when the sample calls `self.loader(path)`, the image is loaded already.
+
+`ReadAheadSampler` draws the indices of coming batches, `FilePredictor` predicts their paths, and `ReadFunction`, in
+place of the dataset's loader function, has a `ThreadPool` load them; `Depth` limits how many. A result is used only if
+nothing that the function depends on has changed, and some results are loaded again and compared. On any doubt reading
+ahead ends, and the original function is called.
 """
 
 from __future__ import annotations
@@ -29,30 +34,31 @@ from hasten.data.sampler_order import batches
 from hasten.data.snapshot import Snapshot, ambient, random_states
 from hasten.evidence.machine import memory_free
 
-_CHECKED, _WHOLE_LOOKS = 16, 2  # first calls, made by the training and looked over; after so many, whole looks
-_AUDITED, _LOT = 8, 200  # images that are made again and compared: the first, and one in so many by lot
-_BATCHES = 2  # whose indices are drawn ahead; how many of their samples are read is Depth's
-_MOST_BYTES, _SHARE = 256 << 20, 8  # of samples read ahead: so many, and one in so many of what is free
-_IN_VAIN = 2  # batches that ask for nothing that was read: then the pass is read no further (a cache has it all)
-_MOST_HEARD = 10_000  # of a batch, or where the script asks for samples itself
-_lot = random.Random()  # of its own: the training's numbers stay. No attribute, else states of the dataset hold it
+_CHECKED, _WHOLE_LOOKS = 16, 2  # first calls, which the training makes and checks; how many of them check in full
+_AUDITED, _LOT = 8, 200  # results that are made again and compared: the first 8, then 1 in 200 at random
+_BATCHES = 2  # batches whose indices are drawn ahead; Depth decides how many of their samples are read
+_MOST_BYTES, _SHARE = 256 << 20, 8  # limits of the samples read ahead: bytes, and 1/8 of the free memory
+_IN_VAIN = 2  # batches that used nothing that was read: stop reading this pass ahead (a cache may have everything)
+_MOST_HEARD = 10_000  # keys recorded, for a script that calls the dataset outside of batches
+# A separate generator, so that the training's is not moved; not an attribute, else saved states of the dataset hold it.
+_lot = random.Random()
 _KEYS = (str, int, PurePath)
 
 
 class ReadFunction:
-    """A dataset's `loader(path)`, some of whose results are there before they are asked for.
+    """A wrapper around a dataset's `loader(path)` that returns results which threads have made ahead.
 
     Args:
-        function: The dataset's own.
-        threads: How many make them.
-        let_go: Told why nothing is read ahead any more.
+        function: The dataset's loader function.
+        threads: Number of threads.
+        let_go: Called with the reason when reading ahead ends.
     """
 
     def __init__(self, function: Any, threads: int, let_go: Callable[[str], None]) -> None:
         self.function = self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", "loader")
-        self.heard: list[Any] = []  # what the batch that is being made has asked for
-        self.ways: list[Any] = []  # see Foresight
+        self.heard: list[Any] = []  # the keys that the current batch has asked for
+        self.ways: list[Any] = []  # see FilePredictor
         self._let_go, self._count = let_go, threads
         self._pid = os.getpid()
         self._pool: ThreadPool | None = None
@@ -60,7 +66,7 @@ class ReadFunction:
         self._ready: dict[Any, deque[tuple[Task, Depth]]] = {}
         self._checked = self._taken = 0
         self._size = 1
-        self._lock = threading.RLock()  # two passes may be read by two threads of the script's
+        self._lock = threading.RLock()  # two threads of the script may iterate over two passes
         self.over = False
         default_type.listen(self)
         self.look_again()
@@ -83,40 +89,40 @@ class ReadFunction:
         return task.take()
 
     def __reduce__(self) -> Any:
-        # A copy has the dataset's own function; called by Python's own means, so that a pickle needs no hasten.
+        # A copy becomes the dataset's own function: `(function,)[0]`, so that unpickling needs no hasten.
         return operator.getitem, ((self.function,), 0)
 
     @property
     def ready(self) -> bool:
-        """Whether enough calls were looked over to let threads make others."""
+        """Whether enough calls were checked to let threads make others."""
         return self._checked >= _CHECKED and not self.over and self._pid == os.getpid()
 
     def look_again(self) -> None:
-        """Look at all that the function depends on; called between passes, in which it may change."""
+        """Take a new snapshot of everything the function depends on; called between passes, when it may change."""
         self._snapshot = Snapshot({"loader": self.function})
         self._budget = min(_MOST_BYTES, memory_free() // _SHARE)
         if why := why_not_threaded(self._snapshot):
             self.end(why)
 
     def end(self, why: str) -> None:
-        """Read nothing ahead from here on."""
+        """Read nothing ahead from now on."""
         if not self.over:
             self.over = True
-            self.drop([task for kept in self._ready.values() for task, _ in kept])
+            self.drop([task for entries in self._ready.values() for task, _ in entries])
             self._let_go(why)
 
     def depth(self) -> Depth:
-        """Return what says how far a pass that begins is read ahead."""
+        """Return a new pass's Depth, which decides how far to read ahead."""
         self._depth = Depth(self._count, self._budget, self._size, self._depth.room if self._depth else 0)
         return self._depth
 
     def turn(self, depth: Depth) -> None:
-        """Have a pass read as far ahead as its last batch showed to be of use."""
-        with self._lock:  # a pass in another thread may take what this one asked for
+        """Adjust how far a pass is read ahead, by what its last batch showed."""
+        with self._lock:  # a pass in another thread may take this pass's tasks
             depth.turn()
 
     def want(self, key: Any, depth: Depth) -> Task:
-        """Have what a key stands for made as soon as its pass has room for it."""
+        """Request a key's result, to be made as soon as its pass has room for it."""
         task = Task(key)
         with self._lock:
             self._ready.setdefault(key, deque()).append((task, depth))
@@ -125,10 +131,10 @@ class ReadFunction:
         return task
 
     def drop(self, tasks: list[Task]) -> int:
-        """Forget what was not asked for; returns how many that were."""
+        """Drop tasks whose results were not used; return how many those were."""
         left = 0
         with self._lock:
-            for task in reversed(tasks):  # those first that no thread has yet
+            for task in reversed(tasks):  # begin with those that no thread has yet
                 if (depth := self._depth_of(task)) is not None:
                     left += 1
                     task.claim()
@@ -136,26 +142,27 @@ class ReadFunction:
         return left
 
     def _depth_of(self, task: Task) -> Depth | None:
-        """Its pass's depth; None where it was taken, or dropped."""
+        """Return the depth of a task's pass; None if the task was taken or dropped already."""
         return next((depth for other, depth in self._ready.get(task.key, ()) if other is task), None)
 
     def _take(self, key: Any) -> Task | None:
+        """Return the finished task of a key; None if there is none, or no thread has begun it."""
         with self._lock:
-            kept = self._ready.get(key)
-            if not kept:
+            entries = self._ready.get(key)
+            if not entries:
                 return None
-            task, depth = kept[0]
+            task, depth = entries[0]
             self._forget(task, depth)
-        if task.claim():  # no thread has begun it
+        if task.claim():  # no thread has begun it: the training makes it
             depth.made_itself()
             return None
         depth.took(task, task.wait())
         return task
 
     def _forget(self, task: Task, depth: Depth) -> None:
-        kept = self._ready[task.key]
-        kept.remove((task, depth))
-        if not kept:
+        entries = self._ready[task.key]
+        entries.remove((task, depth))
+        if not entries:
             del self._ready[task.key]
         depth.forget(task)
         self._feed(depth)
@@ -167,7 +174,7 @@ class ReadFunction:
             self._pool.put(task)
 
     def _may_give(self, task: Task) -> bool:
-        """Whether what a thread made is what the training would make now."""
+        """Return whether a thread's result is what the training would make now."""
         if changed := self._snapshot.changed():
             self.end(f"{changed} changed during a pass")
         elif task.doing:
@@ -177,6 +184,7 @@ class ReadFunction:
         return not (self.over or task.failed) and task.settled and not changed_file(task.files)
 
     def _audited(self, task: Task) -> Any:
+        """Make a thread's result again, compare the two, and return the new one."""
         before = random_states()
         made = self.function(task.key)
         if random_states() != before:
@@ -186,15 +194,16 @@ class ReadFunction:
         return made
 
     def _looked_over(self, key: Any) -> Any:
+        """Call the function on this thread, and end reading ahead if the call does something that forbids it."""
         before = random_states()
-        with opened() as heard:
+        with opened() as record:
             made = self.function(key)
         self._checked += 1
         whole = self._checked <= _WHOLE_LOOKS
         if random_states() != before:
             self.end("its function draws random numbers")
-        elif heard.doing:
-            self.end(f"reading a sample {heard.doing}")
+        elif record.doing:
+            self.end(f"reading a sample {record.doing}")
         elif self._snapshot.changed_at_all() if whole else self._snapshot.changed_small():
             self.end("reading a sample changes what its function depends on")
         elif why := why_no_round_trip(made):
@@ -205,22 +214,22 @@ class ReadFunction:
 
 
 class ReadAheadSampler:
-    """A pass's batches of indices, drawn ahead so that files are read before their samples are made.
+    """An iterator over a pass's batches of indices that draws them ahead and requests their files.
 
-    Takes the place of an iterator's `_sampler_iter`. It draws no further than the pass is long: a sampler that is asked
-    for more than its last batch may draw once more from its generator.
+    It replaces `_sampler_iter` of torch's iterator. It never draws past the end of the pass, because a sampler that is
+    asked for another batch after its last may draw from its generator once more.
 
     Args:
-        iterator: torch's own, over a loader without workers.
-        function: The dataset's.
-        foresight: What samples will ask for.
+        iterator: torch's iterator over a loader without workers.
+        function: The wrapper around the dataset's loader function.
+        foresight: Predicts what samples will ask for.
     """
 
     def __init__(self, iterator: Any, function: ReadFunction, foresight: FilePredictor) -> None:
         sampler = iterator._index_sampler
         self._order: Iterator[list[int]] = iterator._sampler_iter
         self._left = len(sampler) - iterator._num_yielded
-        self._sampler = getattr(sampler, "hasten_whole", sampler)  # a trial cuts it
+        self._sampler = getattr(sampler, "hasten_whole", sampler)  # the whole sampler, if a trial shortens it
         self._size = self._sampler.batch_size
         self._function, self._foresight = function, foresight
         self._depth = function.depth()
@@ -246,21 +255,23 @@ class ReadAheadSampler:
         return next(self._order)
 
     def _reads(self) -> bool:
+        """Return whether to read ahead now."""
         usable = self._function.ready and self._foresight.knows and self._in_vain < _IN_VAIN
         return usable and _as_on_any_thread()
 
     def _draw(self) -> None:
+        """Draw the indices of coming batches and request their files."""
         while self._left > 0 and len(self._drawn) <= _BATCHES:
             try:
                 batch = self._next()
-            except StopIteration:  # a trial ends it early
+            except StopIteration:  # a trial ends the pass early
                 self._left = 0
                 return
             keys = [key for index in batch for key in self._foresight.keys(index)]
             self._drawn.append((batch, [self._function.want(key, self._depth) for key in keys]))
 
     def _end_of_batch(self) -> None:
-        """Learn from the batch that was made, and drop what it did not ask for."""
+        """Learn from the batch that was made, and drop the results that it did not use."""
         batch, tasks = self._given
         function = self._function
         function.turn(self._depth)
@@ -275,12 +286,13 @@ class ReadAheadSampler:
         self._given = ([], [])
 
     def _stop(self) -> None:
+        """Drop all requests of this pass, but keep the drawn indices."""
         for number, (batch, tasks) in enumerate(self._drawn):
             self._function.drop(tasks)
             self._drawn[number] = (batch, [])
 
     def _batch_again(self) -> None:
-        """The batch size changed: what was drawn ahead is put into batches of the new one."""
+        """Put the indices that were drawn ahead into batches of the new batch size, and read no further ahead."""
         self._stop()
         rest = itertools.chain.from_iterable([batch for batch, _ in self._drawn])
         self._drawn.clear()
@@ -288,12 +300,12 @@ class ReadAheadSampler:
         self._size, self._left, self._in_vain = self._sampler.batch_size, 0, _IN_VAIN
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # a pass that was left: nobody will ask for the rest
+        if not sys.is_finalizing():  # an abandoned pass: nobody will use the rest
             self._stop()
 
 
 def _as_on_any_thread() -> bool:
-    """Whether a thread of its own computes as this one: no autocast, inference mode or default device is on here."""
+    """Return whether other threads compute as this one: without autocast, inference mode or a default device."""
     import torch
 
     _, autocast, inference = ambient()

@@ -1,4 +1,4 @@
-"""How many samples to read ahead: as few as keep the training from waiting for them."""
+"""Decides how many samples to read ahead: as few as keep the training from waiting for them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from collections import deque
 
 from hasten.data.reading_threads import Task
 
-_CALM = 16  # batches without waiting, after which an eighth of the room is given back
-_WORTH = 0.02  # of a batch's time: less waiting than that is not worth the memory
-_WEIGHT = 1 / 8  # of the newest sample in the means of time and size
+_CALM = 16  # batches without waiting, after which the room shrinks by 1/8
+_WORTH = 0.02  # share of a batch's time: shorter waits are not worth more memory
+_WEIGHT = 1 / 8  # weight of the newest sample in the moving means of time and size
 
 
 class Depth:
-    """The tasks of one pass in order, and how many of them may be made, or be in the making, before their turn.
+    """The tasks of one pass in order, and how many of them (the room) may be started before their turn.
 
-    Threads without room have nothing to do while the training computes. Where the training then waits for samples, in
-    two batches one after the other, there is room for as many more as they could have made. So where reading is the
-    slower part anyway, and where the step is short, few samples lie in memory.
+    Problem: too little room leaves threads idle while the training computes; too much only takes memory. Approach: if
+    the threads were idle and the training then waited for samples, in two batches in a row, add room for the samples
+    they could have made in the idle time. So where reading is the bottleneck anyway, or the step is short, few samples
+    are held in memory.
 
     Args:
-        threads: How many make samples.
-        budget: Bytes for samples before their turn. One sample may take more.
-        size: Bytes of a sample, as long as none was made.
-        room: How many samples to begin with, where a pass before has shown that; else two for each thread.
+        threads: Number of threads that make samples.
+        budget: Bytes for samples before their turn. A single sample may take more.
+        size: Assumed bytes of a sample until one was made.
+        room: The room to begin with, from an earlier pass; at least two samples per thread.
     """
 
     def __init__(self, threads: int, budget: int, size: int, room: int = 0) -> None:
-        self.waiting: deque[Task] = deque()  # not given to a thread yet
+        self.waiting: deque[Task] = deque()  # not handed to a thread yet
         self.under_way: set[Task] = set()
         self._threads, self._budget = threads, budget
         self._least = 2 * threads
         self.room = max(self._least, room)
-        self._size, self._seconds = float(size), 0.0  # means of samples
-        self._idle = self._waited = 0.0  # seconds: of the threads before this batch, of the training in it
-        self._could = 0.0  # samples that there was no room for before the last batch: one alone may be chance
+        self._size, self._seconds = float(size), 0.0  # moving means over samples
+        self._idle = self._waited = 0.0  # seconds: the threads idle before this batch, the training waiting in it
+        self._could = 0.0  # samples that had no room before the last batch; a single batch may be chance
         self._turned = time.perf_counter()
         self._calm = 0
 
     def next(self) -> Task | None:
-        """Return the next task that a thread may have; None where there is no room, or no task."""
+        """Return the next task for a thread; None if there is no room or no task."""
         if not self.waiting or len(self.under_way) >= self.room:
             return None
         if self.under_way:
@@ -51,14 +52,14 @@ class Depth:
         return task
 
     def forget(self, task: Task) -> None:
-        """Take out a task whose turn has come, or for which nobody will ask."""
+        """Remove a task whose turn has come, or that nobody will use."""
         if task in self.under_way:
             self.under_way.remove(task)
         else:
             self.waiting.remove(task)
 
     def took(self, task: Task, waited: float) -> None:
-        """Note that the training took what a thread made, after it waited for so many seconds."""
+        """Record that the training took a thread's result after waiting for `waited` seconds."""
         self._waited += waited
         weight = _WEIGHT if self._seconds else 1.0
         self._seconds += weight * (task.seconds - self._seconds)
@@ -66,11 +67,11 @@ class Depth:
             self._size += weight * (task.size - self._size)
 
     def made_itself(self) -> None:
-        """Note that the training made a sample that no thread had begun."""
+        """Record that the training made a sample itself, as no thread had begun it."""
         self._waited += self._seconds
 
     def turn(self) -> None:
-        """Make room by what the last batch showed; called when the training comes for the next."""
+        """Adjust the room by what the last batch showed; called when the training asks for the next."""
         now = time.perf_counter()
         worth = self._waited > _WORTH * (now - self._turned)
         could = min(self._idle, self._waited) / self._seconds * self._threads if worth and self._seconds else 0.0
@@ -83,6 +84,6 @@ class Depth:
             self.room = max(self._least, self.room - max(1, self.room // 8))
             self._calm = 0
         ends = [task.made_at for task in self.under_way]
-        # The room that is made now was not there while the threads had nothing to do: the next batch shows nothing.
+        # If room was added now, the threads' idle time was under the old room, and says nothing about the next batch.
         self._idle = now - max(ends) if ends and all(ends) and not more else 0.0
         self._waited, self._turned = 0.0, now

@@ -1,4 +1,4 @@
-"""Threads that prefetch from a dataset while the training goes on."""
+"""A thread pool that prefetches from a dataset during the training, and pauses while the process forks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hasten.data.round_trip import is_plain_array
 
 _pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 _hooked = False
-_FEW = 8  # parts of a sample that are looked at for its size
+_FEW = 8  # largest tuple whose parts' sizes are added up
 _PATIENCE = 10.0  # seconds that a fork waits for a thread
 
 
 class Task:
-    """Something to be made by whoever comes first: a thread, or the training when it needs it.
+    """A result to be made by whoever claims it first: a thread, or the training when it needs it.
 
     Attributes:
-        key: What it is made of.
-        value: What was made.
-        failed: Whether that raised: the training makes it then, and raises what it raises.
-        files: The files it is made of, as they were then.
-        doing: What else its making did: "writes x.txt".
-        settled: Whether a later change of those files will show.
-        sets: How often torch's default type had been set before it was asked for.
+        key: The argument it is made from.
+        value: The result.
+        failed: Whether making it raised; the training then makes it again and raises the error itself.
+        files: The files it was read from, with their versions.
+        doing: Another effect of making it: "writes x.txt"; "" if none.
+        settled: Whether a later change of those files would be noticed.
+        sets: How often torch's default dtype had been set when the task was made (see default_type).
         size: Bytes that `value` takes in memory; 0: not made, or not known.
         seconds: How long a thread took to make it.
         made_at: When it was made (perf_counter); 0.0 before.
@@ -55,11 +55,11 @@ class Task:
         self.doing = ""
 
     def claim(self) -> bool:
-        """Whether the caller is the first, and makes it."""
+        """Claim the task; return whether the caller is the first, and so has to make it."""
         return self._claim.acquire(blocking=False)
 
     def wait(self) -> float:
-        """Wait until the thread that claimed it has made it; return for how many seconds."""
+        """Wait until the thread that claimed it has made it; return the seconds waited."""
         if self._done.is_set():
             return 0.0
         began = time.perf_counter()
@@ -67,21 +67,21 @@ class Task:
         return time.perf_counter() - began
 
     def take(self) -> Any:
-        """Return what was made, and hold it no longer: the training may be done with it long before its batch."""
+        """Return the result and drop the reference to it: the training may free it long before the batch ends."""
         value, self.value = self.value, None
         return value
 
     def run(self, function: Callable[[Any], Any], context: Context) -> None:
-        """Make it on this thread, unless somebody has claimed it."""
+        """Make the result on this thread, unless the task is claimed already."""
         if not self.claim():
             return
         began = time.perf_counter()
         try:
-            with opened() as heard:
+            with opened() as record:
                 self.value = context.run(function, self.key)
-            self.files, self.doing, self.settled = heard.files, heard.doing, heard.settled()
+            self.files, self.doing, self.settled = record.files, record.doing, record.settled()
             self.size = bytes_of(self.value)
-        except BaseException:  # whatever it is: made once more by the training, it is raised there
+        except BaseException:  # the training will make it again, and raise the error there
             self.failed = True
         finally:
             self.made_at = time.perf_counter()
@@ -90,7 +90,7 @@ class Task:
 
 
 def bytes_of(sample: Any) -> int:
-    """Return the bytes that a sample takes in memory; 0 where its kind is not known."""
+    """Return the bytes that a sample takes in memory; 0 if its type is unknown."""
     kind = type(sample)
     if kind is tuple and len(sample) <= _FEW:
         return sum(map(bytes_of, sample))
@@ -102,14 +102,14 @@ def bytes_of(sample: Any) -> int:
 
 
 class ThreadPool:
-    """A few daemon threads that run tasks in the order they come.
+    """A few daemon threads that run tasks in the order they are put.
 
-    Nothing is under way in them while a process forks: a child has none of them, and would wait forever for a lock that
-    one held.
+    They pause while the process forks: the child has no such threads, and would wait forever for a lock that one of
+    them held at that moment.
 
     Args:
-        count: How many.
-        function: Makes what a task asks for.
+        count: Number of threads.
+        function: Makes a task's result from its key.
     """
 
     def __init__(self, count: int, function: Callable[[Any], Any]) -> None:
@@ -132,24 +132,24 @@ class ThreadPool:
             os.register_at_fork(before=_rest, after_in_parent=_go_on, after_in_child=_go_on)
 
     def put(self, task: Task) -> None:
-        """Have a task run."""
-        self._tasks.put((task, copy_context()))  # np.errstate and the like are a thread's own
+        """Queue a task."""
+        self._tasks.put((task, copy_context()))  # np.errstate and the like are context variables
 
     def rest(self) -> None:
         """Wait until each thread is between two tasks, and hold it there."""
         for thread, busy in zip(self.threads, self._busy, strict=True):
-            # One that waits for a lock of the forking thread (an import under way) would never be through.
+            # With a timeout: a thread that waits for a lock of the forking thread (during an import) never finishes.
             if thread is not threading.current_thread() and busy.acquire(timeout=_PATIENCE):
                 self._held.append(busy)
 
     def go_on(self) -> None:
-        """After `rest`."""
+        """Let the threads continue after `rest`."""
         while self._held:
             self._held.pop().release()
 
 
 def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
-    """Run tasks in a thread; it refers to nothing of who asked, so that it ends with that."""
+    """Run tasks in a thread, without a reference to the pool: the pool can be freed, and that ends the thread."""
     only_makes_samples()
     while (item := tasks.get()) is not None:
         with busy:

@@ -1,4 +1,9 @@
-"""States of random number generators, as plain values and tensors that a checkpoint can hold."""
+"""Saves and restores the states of random generators, as plain values and tensors that a checkpoint can hold.
+
+The process-wide generators: `state`, `restore`, `digest`. The generators stored inside an object, such as a loader's
+sampler or dataset: `find`, `states_of`, `set_states`. Both together, in a form that is quick to take and compare:
+`raw`, with `from_raw` and `to_raw` to convert it from and to plain values.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,19 @@ from typing import Any
 
 import torch
 
-_DEPTH, _MOST, _SHORT = 6, 2000, 64  # how far `find` looks: levels, objects, entries of a list
-# Not entered: what holds no generator of a loader's, or (a model) far too much.
+_DEPTH, _MOST, _SHORT = 6, 2000, 64  # limits of `find`: levels, objects, entries of a list or dict
+# Not searched: they hold no generators of a loader, or (models) far too many objects.
 _OPAQUE = (str, bytes, int, float, torch.Tensor, torch.nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any]:
-    """The states of the process-wide generators: Python's, NumPy's (if imported), torch's on CPU and devices.
+    """Return the states of the process-wide generators: Python's, NumPy's (if imported), torch's on CPU and devices.
 
     Args:
-        device_types: Kinds of devices to ask, where they are in use in this process; `()` for the CPU alone.
+        device_types: Device types to include, if in use in this process; `()` for the CPU alone.
 
     Returns:
-        Plain values and uint8 tensors on the CPU, 10 KB and 16 bytes a device; `restore` takes it back.
+        Plain values and uint8 tensors on the CPU, 10 KB plus 16 bytes per device, for `restore`.
     """
     found: dict[str, Any] = {"python": _python(random.getstate()), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -40,7 +45,7 @@ def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put the generators back to what `state` returned; devices that this machine lacks are left out."""
+    """Restore the generators to what `state` returned; skip devices that this machine lacks."""
     random.setstate(_of_python(states["python"]))
     torch.set_rng_state(states["torch"].cpu())
     if "numpy" in states:
@@ -61,19 +66,20 @@ def restore(states: dict[str, Any]) -> None:
 
 
 def digest() -> str:
-    """A short name of the present states of the process-wide CPU generators, to see whether anything drew."""
+    """Return a digest of the states of the process-wide CPU generators, to detect whether anything drew."""
     return hashlib.blake2b(repr(raw({})).encode(), digest_size=16).hexdigest()
 
 
 def find(root: Any) -> dict[str, Any]:
-    """Generators that an object keeps for itself, and `epoch` counters, by the path of attributes to them.
+    """Return the generators and `epoch` counters stored in an object, by the path of attributes to them.
 
-    torch.Generator, numpy.random.Generator and RandomState, random.Random, and ints named `epoch` (samplers order
-    their indices by them) are found in attributes, and in attributes of attributes; private iterators are not entered.
+    It finds torch.Generator, numpy.random.Generator and RandomState, random.Random, and ints named `epoch` (samplers
+    derive their order from them) in attributes, lists and dicts, several levels deep; it skips attributes named
+    `_iterator`.
 
     Returns:
-        Path -> generator, or the object whose `epoch` it is (the path then ends in `.epoch`). A generator that is
-        reached in two ways is named once.
+        Path -> generator, or the object that has the `epoch` (the path then ends in `epoch`). A generator that is
+        reachable in two ways is listed once.
     """
     return dict(_walk(root))
 
@@ -108,7 +114,7 @@ def _inside(thing: Any) -> list[tuple[Any, Any]]:
 
 
 def is_generator(thing: Any) -> bool:
-    """Whether something is a generator whose state can be copied."""
+    """Return whether an object is a random generator whose state can be copied."""
     if isinstance(thing, torch.Generator | random.Random):
         return not isinstance(thing, random.SystemRandom)
     numpy = sys.modules.get("numpy.random")
@@ -116,7 +122,7 @@ def is_generator(thing: Any) -> bool:
 
 
 def states_of(found: dict[str, Any]) -> dict[str, Any]:
-    """The states of what `find` found, as plain values and tensors."""
+    """Return the states of the generators and counters that `find` returned, as plain values and tensors."""
     return {path: _state_of(thing) for path, thing in found.items()}
 
 
@@ -133,42 +139,42 @@ def _state_of(thing: Any) -> Any:
 
 
 def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
-    """Put generators back to `states_of`'s states.
+    """Restore the generators and counters to the states that `states_of` returned.
 
     Returns:
-        The paths that only one of the two knows, or under which there is now something else: left as they are.
+        The paths that only one of the two has, or that now hold something of another kind; those are left unchanged.
     """
     strange = sorted(set(found) ^ set(states))
     for path in found.keys() & states.keys():
-        thing, kept = found[path], states[path]
-        if isinstance(thing, torch.Generator) and isinstance(kept, torch.Tensor):
-            thing.set_state(kept.cpu())
-        elif not is_generator(thing) and isinstance(kept, int):
-            thing.epoch = kept
-        elif isinstance(thing, random.Random) and isinstance(kept, dict) and "words" in kept:
-            thing.setstate(_of_python(kept))
-        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, kept):
-            thing.bit_generator.state = kept
-        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(kept, dict):
-            thing.set_state(kept)
+        thing, saved = found[path], states[path]
+        if isinstance(thing, torch.Generator) and isinstance(saved, torch.Tensor):
+            thing.set_state(saved.cpu())
+        elif not is_generator(thing) and isinstance(saved, int):
+            thing.epoch = saved
+        elif isinstance(thing, random.Random) and isinstance(saved, dict) and "words" in saved:
+            thing.setstate(_of_python(saved))
+        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, saved):
+            thing.bit_generator.state = saved
+        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(saved, dict):
+            thing.set_state(saved)
         else:
             strange.append(path)
     return strange
 
 
-def _same_kind(now: Any, kept: Any) -> bool:
-    return isinstance(kept, dict) and kept.get("bit_generator") == now.get("bit_generator")
+def _same_kind(now: Any, saved: Any) -> bool:
+    return isinstance(saved, dict) and saved.get("bit_generator") == now.get("bit_generator")
 
 
 def raw(found: dict[str, Any]) -> tuple[Any, ...]:
-    """Return `state(())` and `states_of(found)` in a form quick to take, to compare and to send to another process."""
+    """Return `state(())` and `states_of(found)` in a form that is quick to take, compare and send to a process."""
     own = tuple((path, _bytes(kept)) for path, kept in states_of(found).items()) if found else ()
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else _numpy_raw(numpy), _bytes(torch.get_rng_state()), own
 
 
 def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
-    """The plain values of `raw`: what `state(())` returns, and the object's own states under "own"."""
+    """Convert the result of `raw` to plain values: those of `state(())`, with the object's own states under "own"."""
     python, numpy, cpu, own = packed
     states: dict[str, Any] = {
         "python": _python(python),
@@ -189,7 +195,7 @@ def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def to_raw(states: dict[str, Any]) -> tuple[Any, ...]:
-    """The other way round: what `raw` would say in these states."""
+    """Convert plain values back: the inverse of `from_raw`."""
     numpy, packed = states.get("numpy"), None
     if numpy is not None:
         import numpy as np
@@ -201,7 +207,7 @@ def to_raw(states: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _python(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what `random.getstate()` gives as plain values; `_of_python` takes them back."""
+    """Convert the result of `random.getstate()` to plain values; `_of_python` is the inverse."""
     version, words, gauss = state
     return {"version": version, "words": list(words), "gauss": gauss}
 
@@ -224,7 +230,7 @@ def _tensor(kept: bytes) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Dicts, lists, ints and floats in place of NumPy's arrays and scalars."""
+    """Convert NumPy arrays and scalars, also inside dicts, to lists, ints and floats."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""Which samples and batches survive pickling, or a store, unchanged."""
+"""Decides whether samples and batches survive pickling, or a store, unchanged."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hasten.data.snapshot_parts import ATOMS
 
 
 def why_no_round_trip(value: Any, by_torch: bool = False) -> str:
-    """Return what of a sample or batch may not come back as it was: "hold a Lock"; "" where all does.
+    """Return why a sample or batch may not come back unchanged, such as "hold a Lock"; "" if it does.
 
     Args:
         value: The sample or batch.
-        by_torch: It comes by way of torch's queues, which leave tensors of one memory in one memory.
+        by_torch: It travels through torch's queues, where tensors that share memory still share it afterwards.
     """
     queue, seen = deque([value]), set()
     unknown = ""
-    places: list[tuple[int, int]] = []  # memory of arrays and tensors: a change to one must stay out of the others
+    places: list[tuple[int, int]] = []  # memory of arrays and tensors: copies of overlapping ones would not overlap
     while queue:
         part = queue.popleft()
         kind = type(part)
@@ -36,7 +36,7 @@ def why_no_round_trip(value: Any, by_torch: bool = False) -> str:
         elif isinstance(part, tuple) and hasattr(kind, "_fields") and _is_found(kind):
             queue.extend(part)
         elif kind.__module__ == "PIL.Image" and kind.__name__ == "Image" and part.mode in ("1", "L", "RGB", "RGBA"):
-            if extra := sorted(vars(part).keys() - vars(kind()).keys()):  # pickle leaves it out
+            if extra := sorted(vars(part).keys() - vars(kind()).keys()):  # pickling a Pillow image drops it
                 return f"hold an Image with an attribute {extra[0]!r}"
             queue.append(part.info)
         elif is_plain_array(part):
@@ -50,7 +50,7 @@ def why_no_round_trip(value: Any, by_torch: bool = False) -> str:
     try:
         if unknown:
             pack(value)
-    except Exception as error:  # whatever its pickling raises
+    except Exception as error:  # pickling may raise anything
         return f"hold a {unknown}, which cannot be pickled ({type(error).__name__})"
     places.sort()
     if any(start < end for (_, end), (start, _) in itertools.pairwise(places)):
@@ -59,17 +59,17 @@ def why_no_round_trip(value: Any, by_torch: bool = False) -> str:
 
 
 def _is_found(kind: type) -> bool:
-    """Whether pickle finds a class by its name."""
+    """Return whether pickle can find a class by its name."""
     return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
 def _is_known_object(kind: type) -> bool:
-    """Whether a library's class is known to be pickled whole."""
+    """Return whether a class belongs to a library whose objects are known to pickle completely."""
     return kind.__module__.partition(".")[0] in ("transformers", "torch_geometric", "pathlib", "datetime", "decimal")
 
 
 def is_plain_array(part: Any) -> bool:
-    """Whether it is an array, tensor or number of a library's that holds nothing but its numbers."""
+    """Return whether an object is a plain array, tensor or scalar of NumPy or torch, without other state."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(part) is torch.Tensor:
         return bool(

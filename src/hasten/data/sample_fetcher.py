@@ -1,4 +1,9 @@
-"""Makes the samples of a batch: each by its own random numbers, watched, with a policy for one that fails."""
+"""Makes the samples of a batch: seeded one by one, watched for hangs, and with a policy for samples that fail.
+
+`SampleFetcher` replaces the dataset in a loader's workers. Before each sample it writes the index and time into the
+worker's beat (read by `passes`) and reseeds the generators. `Collate` replaces the collate function, and sends the
+failed samples (`Fault`) along with the batch to the training's `Ledger`.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +30,26 @@ from hasten.messages import warn
 
 ON_ERROR = ("raise", "skip", "substitute")
 _SHM = "/dev/shm"
-IDLE, COLLATING = -1, -2  # in place of an index, in a worker's beat
-_SHOWN = 5  # faults named in a message
-_TRIES = 10  # samples tried in the place of one that fails
+IDLE, COLLATING = -1, -2  # stand in a worker's beat instead of a sample index
+_SHOWN = 5  # faults listed in a message
+_TRIES = 10  # substitutes tried for a failed sample
 
 
 class SampleError(HastenError, RuntimeError):
-    """No batch can be made of these samples."""
+    """A batch of which every sample failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A sample that could not be made, and was left out or replaced.
+    """A sample that raised an error and was skipped or replaced.
 
     Args:
-        index: Of the sample.
-        epoch: In which it failed.
-        error: Type and message of what it raised.
-        stack: Where.
-        substitute: Index of the sample that came in its place; None: none did.
-        where: File, row group and row of a ParquetDataset; "" of others.
+        index: Index of the sample.
+        epoch: Epoch in which it failed.
+        error: Type and message of the exception.
+        stack: Its traceback.
+        substitute: Index of the sample used instead; None: the sample was skipped.
+        where: File, row group and row for a ParquetDataset; "" for other datasets.
     """
 
     index: int
@@ -56,20 +61,23 @@ class Fault:
 
 
 class Ledger:
-    """The faults of a loader's passes, and what is said of them. Iterators hold it, not the loader: no circle."""
+    """The faults of a loader's passes, with the warnings about them.
+
+    Iterators hold the ledger and not the loader, which would be a reference cycle.
+    """
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
 
     def note(self, faults: list[Fault]) -> None:
-        """Add what failed in a batch; the first is told with its stack."""
+        """Add a batch's faults, and warn about the very first with its stack."""
         if not self.faults:
             first = faults[0]
             warn(f"sample {first.index} of epoch {first.epoch} failed and {_fate(first)}:\n{first.stack}", stacklevel=4)
         self.faults.extend(faults)
 
     def tell(self) -> None:
-        """Say at the end of a pass how many failed so far."""
+        """Warn, at the end of a pass, how many samples have failed so far."""
         if self.faults:
             shown = "; ".join(f"{fault.index} ({fault.error}) {_fate(fault)}" for fault in self.faults[:_SHOWN])
             more = ", ..." if len(self.faults) > _SHOWN else ""
@@ -81,7 +89,7 @@ def _fate(fault: Fault) -> str:
 
 
 class FetchedBatch:
-    """A batch and the faults of its samples, on their way from a worker."""
+    """A batch with the faults of its samples, as a worker sends them."""
 
     __slots__ = ("batch", "faults")
 
@@ -95,23 +103,23 @@ class FetchedBatch:
 
 
 class SampleFetcher(Dataset[Any]):
-    """Takes the dataset's place in a loader's workers: makes the samples of a `KeyedBatch`.
+    """A wrapper around the dataset, for a loader's workers, that makes the samples of a `KeyedBatch`.
 
     Args:
-        dataset: The user's own.
-        collate: Their collate function; its own generators are reseeded, too.
+        dataset: The user's dataset.
+        collate: The user's collate function; generators stored in it are reseeded too.
         on_error: "raise", "skip" or "substitute".
-        shared: Reseed the process-wide generators for each sample.
+        shared: Reseed the process-wide generators, and those stored in dataset and collate, for each sample.
     """
 
     def __init__(self, dataset: Any, collate: Any, on_error: str, shared: bool) -> None:
         self.dataset = dataset
         self.on_error = on_error
-        self.faults: list[Fault] = []  # of the batch that is being made
-        self.partial = False  # whether they are a part of a batch
+        self.faults: list[Fault] = []  # of the current batch
+        self.partial = False  # whether the current batch is only a part of one (see first_batches)
         self.worker: int | None = None
-        self._beat = np.zeros(4, np.int64)  # what is being made: index, start in nanoseconds, batch
-        self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset: batches are read, not collated
+        self._beat = np.zeros(4, np.int64)  # the current sample: index, start (ns), batch number
+        self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset reads whole batches: no collate
         self.reseed = None
         if not draws_nothing(dataset, collate):
             self.reseed = Reseed({"dataset": dataset, "collate_fn": collate}, shared)
@@ -123,18 +131,18 @@ class SampleFetcher(Dataset[Any]):
         return self.dataset[index]
 
     def watched(self, beat: Any, worker: int) -> None:
-        """Note in this row, one a worker, what is being made from here on."""
+        """Report the current sample in `beat`, this worker's row of shared memory, from now on."""
         self._beat, self.worker = beat, worker
 
     def begins(self, index: int, number: int) -> None:
-        """Note that this sample, or step, of a batch begins."""
+        """Report that a sample begins, or a step that is IDLE or COLLATING."""
         self._beat[1] = time.monotonic_ns()
         self._beat[2] = number
         self._beat[0] = index
 
     def __getitems__(self, batch: list[int]) -> list[Any]:
-        """Return the samples; those that fail are dealt with as `on_error` says."""
-        if not isinstance(batch, KeyedBatch):  # of another sampler, which somebody put in the place of ours
+        """Return the samples of a batch, with failed ones treated as `on_error` says."""
+        if not isinstance(batch, KeyedBatch):  # the loader's sampler was replaced: use fixed keys
             batch = KeyedBatch(list(batch), 0, 0, 0)
         self.faults = []
         try:
@@ -152,14 +160,14 @@ class SampleFetcher(Dataset[Any]):
         return samples
 
     def _together(self, many: Callable[[list[int]], Any], batch: KeyedBatch) -> list[Any]:
-        """Let a dataset that makes many samples at once make them, by the random numbers of the first."""
+        """Call the dataset's `__getitems__`, seeded by the first sample; if that fails, make the samples one by one."""
         with self._at_once(batch):
             return list(many(list(batch)))
-        return self._each(batch)
+        return self._each(batch)  # reached when `_at_once` swallowed an error
 
     @contextlib.contextmanager
     def _at_once(self, batch: KeyedBatch) -> Iterator[None]:
-        """Make many samples inside, by the random numbers of the first; leave it where one fails that may fail."""
+        """Run a block that makes many samples, seeded by the first; swallow its error if `on_error` allows faults."""
         self.begins(batch[0], batch.number)
         if self.reseed is not None:
             self.reseed(_keys(batch, batch[:1])[0])
@@ -171,7 +179,7 @@ class SampleFetcher(Dataset[Any]):
                 raise
 
     def _whole(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
-        """Have a batch read at once; where that fails, find out which of its samples fail."""
+        """Read a batch at once; if that fails, find the samples that fail and read the others."""
         with self._at_once(batch):
             return read(batch)
         good: list[int] = []
@@ -180,7 +188,7 @@ class SampleFetcher(Dataset[Any]):
                 self.dataset[index]
                 good.append(index)
             except Exception as error:
-                if isinstance(error, RemoteError):  # the server's fault: one sample after the other would be tried
+                if isinstance(error, RemoteError):  # the server is down, not one sample bad: don't retry them all
                     raise
                 self._replace(index, error, batch, [])
                 other = self.faults[-1].substitute
@@ -190,6 +198,7 @@ class SampleFetcher(Dataset[Any]):
         return read(good)
 
     def _each(self, batch: KeyedBatch) -> list[Any]:
+        """Make the samples one by one, each seeded by its own key."""
         dataset, reseed, beat = self.dataset, self.reseed, self._beat
         beat[2] = batch.number
         keys = _keys(batch, batch) if reseed is not None else batch
@@ -209,8 +218,8 @@ class SampleFetcher(Dataset[Any]):
         return samples
 
     def _replace(self, index: int, error: Exception, batch: KeyedBatch, samples: list[Any]) -> None:
-        """Leave out a sample, or put another in its place: which one, seed, epoch and index say."""
-        what = f"{type(error).__name__}: {error}"
+        """Skip a failed sample, or append a substitute chosen by seed, epoch and index; note the fault."""
+        description = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(error))
         other = None
         if self.on_error == "substitute":
@@ -228,30 +237,30 @@ class SampleFetcher(Dataset[Any]):
                 raise last
         where = getattr(self.dataset, "where", None) if self.whole is not None else None
         place = "" if where is None else where(index)
-        self.faults.append(Fault(index, batch.epoch, what, stack, other, place))
+        self.faults.append(Fault(index, batch.epoch, description, stack, other, place))
 
     def _where(self, batch: KeyedBatch) -> str:
         worker = "" if self.worker is None else f", worker {self.worker}"
         return f"batch {batch.number} of epoch {batch.epoch}{worker}"
 
     def _note(self, which: str, batch: KeyedBatch, error: Exception) -> str:
-        said = f"hasten: {which} of {type(self.dataset).__name__} failed ({self._where(batch)})"
+        note = f"hasten: {which} of {type(self.dataset).__name__} failed ({self._where(batch)})"
         if isinstance(error, RemoteError):
-            return said
+            return note
         return (
-            f'{said}; DataLoader(on_error="skip") leaves such samples out, on_error="substitute" takes others in their '
+            f'{note}; DataLoader(on_error="skip") leaves such samples out, on_error="substitute" takes others in their '
             "place"
         )
 
 
 class Collate:
-    """A loader's `collate_fn`: the user's own, and what became of samples that failed.
+    """A `collate_fn` that runs the user's, and attaches the faults of failed samples to the batch.
 
     Args:
-        collate: The user's own.
-        source: Whose samples these are.
-        shares: Move tensors to shared memory here. Where that fails (/dev/shm is full) this worker can say so; torch
-            moves them in a thread that prints an error, loses the batch, and lets the training wait forever.
+        collate: The user's collate function.
+        source: The fetcher that made the samples.
+        shares: Move tensors to shared memory here, so that this worker can report a full /dev/shm. torch moves them
+            in its queue's thread, which on an error prints it and drops the batch, and the training waits forever.
     """
 
     def __init__(self, collate: Callable[[Any], Any], source: SampleFetcher, shares: bool) -> None:
@@ -283,19 +292,19 @@ class Collate:
 
 
 def share(batch: Any) -> None:
-    """Move a batch's tensors to shared memory, in a worker: where /dev/shm is full it raises what `no_room` knows."""
+    """Move a batch's tensors to shared memory, in a worker; raise an error that `no_room` recognizes if it is full."""
     for tensor in _to_share(batch):
         if not tensor.is_shared():
             tensor.share_memory_()
 
 
 def no_room(error: BaseException) -> bool:
-    """Whether torch says by this error that shared memory is full."""
+    """Return whether this is torch's error for full shared memory."""
     return "shm" in str(error) or "shared memory" in str(error)
 
 
 def shared_bytes(batch: Any) -> int:
-    """Return the bytes of shared memory that a batch takes on its way from a worker."""
+    """Return the bytes of shared memory that a batch takes when a worker sends it."""
     return sum(int(tensor.nbytes) for tensor in _to_share(batch))
 
 
@@ -312,7 +321,7 @@ def _to_share(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def shm_free() -> int | None:
-    """Return the bytes that are free in /dev/shm; None where there is none."""
+    """Return the free bytes in /dev/shm; None if it does not exist."""
     try:
         return shutil.disk_usage(_SHM).free
     except OSError:
@@ -320,7 +329,7 @@ def shm_free() -> int | None:
 
 
 def shm_text() -> str:
-    """Return how much room shared memory has, and what to do where that is too little."""
+    """Return, in words, how much shared memory is free and how to get more."""
     try:
         usage = shutil.disk_usage(_SHM)
     except OSError:

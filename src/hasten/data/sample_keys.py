@@ -1,4 +1,4 @@
-"""Random numbers that belong to a sample: the same ones in whichever worker and after whichever resume it is made."""
+"""Per-sample random numbers: the same for a sample in any worker and after any resume."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from hasten.data import rng
 
-_now = threading.local()  # `key`: of the sample that this thread makes
+_now = threading.local()  # `key`: the key of the sample that this thread is making
 
 
 class SampleRng:
-    """Random generators of one sample, made when they are asked for."""
+    """The random generators of one sample, created on access."""
 
     def __init__(self, key: int) -> None:
         self.key = key
 
     @property
     def python(self) -> random.Random:
-        """A new `random.Random`."""
+        """A new `random.Random`, seeded by the sample's key."""
         return random.Random(self.key)
 
     @property
     def numpy(self) -> np.random.Generator:
-        """A new NumPy generator."""
+        """A new NumPy generator, seeded by the sample's key."""
         return np.random.default_rng(self.key)
 
     @property
     def torch(self) -> torch.Generator:
-        """A new torch generator on the CPU."""
+        """A new torch generator on the CPU, seeded by the sample's key."""
         return torch.Generator().manual_seed(self.key)
 
 
 def sample_rng() -> SampleRng:
-    """Return the random generators of the sample that is being made; for `__getitem__` and transforms.
+    """Return the random generators of the current sample, for use in `__getitem__` and transforms.
 
-    They are named by (seed, epoch, index). Unlike the process-wide generators they can be used in thread workers. Each
-    call returns the same ones from their beginning.
+    They are seeded by (seed, epoch, index) and, unlike the process-wide generators, work in thread workers. Each call
+    starts the same generators again, so draw from the result of one call.
 
     Raises:
         RuntimeError: No hasten.data.DataLoader is making a sample on this thread.
@@ -57,11 +57,12 @@ def sample_rng() -> SampleRng:
 
 
 class Reseed:
-    """Gives every generator that a sample may draw from the sample's own state.
+    """Seeds every generator that a sample may draw from with the sample's key.
 
     Args:
-        holders: Objects whose own generators (`self.rng = np.random.default_rng()`) are reseeded, too.
-        shared: Reseed the process-wide generators of `random`, NumPy and torch. Not in threads, which share them.
+        holders: Objects whose stored generators (`self.rng = np.random.default_rng()`) are reseeded too.
+        shared: Reseed the process-wide generators of `random`, NumPy and torch, and those in `holders`. False in
+            threads, which share them with the training.
     """
 
     def __init__(self, holders: Any, shared: bool = True) -> None:
@@ -70,7 +71,7 @@ class Reseed:
         self._own: list[Callable[[int], Any]] | None = None
 
     def __call__(self, key: int) -> None:
-        """Before a sample is made."""
+        """Seed the generators for the sample with this key; call it before making the sample."""
         _now.key = key
         if not self._shared:
             return
@@ -83,7 +84,7 @@ class Reseed:
             set_key(key)
 
     def over(self) -> None:
-        """No sample is being made any more."""
+        """Mark that this thread no longer makes a sample."""
         _now.key = None
 
 
@@ -101,7 +102,7 @@ def _setter(thing: Any) -> Callable[[int], Any] | None:
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:
-    """Whether these are rows of tensors, whose making draws nothing: a sample of theirs costs less than its seeds."""
+    """Return whether samples are known not to draw random numbers, as rows of tensors, so that reseeding is a waste."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if hasattr(dataset, "read_batch"):
@@ -111,7 +112,7 @@ def draws_nothing(dataset: Any, collate: Any) -> bool:
 
 @contextlib.contextmanager
 def unmoved() -> Iterator[None]:
-    """Put the process-wide generators back afterwards: samples made by the training's own process cost it no draw."""
+    """Restore the process-wide generators on exit, so that samples made in the training's process don't move them."""
     python, numpy, cpu = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
     try:
         yield

@@ -1,8 +1,8 @@
 """A cache of samples that a process and its forked workers share.
 
-Samples are pickled into one memory-mapped file: in /dev/shm where there is room, else in the temporary folder
-(where the kernel may write it to disk under memory pressure). Entries are found by a hash of their key, are
-published only once they are whole, and carry a checksum, so a reader never gets half a sample.
+Samples are pickled into one memory-mapped file: in /dev/shm if there is room, else in the temporary folder (where the
+kernel may write it to disk under memory pressure). A hash table at the file's start finds an entry by a digest of its
+key. The table entry is written last, and entries have a checksum, so a reader never gets a partial sample.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hasten.evidence.machine import memory_free
 
 _ENTRY = struct.Struct("<16sQII")  # key hash, offset, length, crc32
 _NEXT = struct.Struct("<Q")
-_TABLE = 64  # the table begins here; before it stands the offset of the next free byte
+_TABLE = 64  # offset of the table; before it: the offset of the next free byte (8 bytes), spoilt (1), paused (1)
 _EMPTY = bytes(16)
 _SHM = "/dev/shm"
 _MARGIN = 16 << 20
 _IN_NUMPY = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "bool")
-_ROOMY = 1 << 30  # a smaller /dev/shm (Docker gives 64 MiB) is left to the loaders' workers
+_ROOMY = 1 << 30  # a smaller /dev/shm (Docker's default is 64 MiB) is left to the loaders' workers
 
 
 _alive: weakref.WeakSet[SampleStore] = weakref.WeakSet()
@@ -43,9 +43,9 @@ class SampleStore:
 
     Args:
         samples: How many samples it should have room for.
-        capacity: Bytes for the samples; when they are used up, `put` does nothing.
-        folder: Where the file lies; by default /dev/shm if it has the room, else the temporary folder. The file has
-            no name once it is open, so it goes when the processes do.
+        capacity: Bytes for the samples; once they are used up, `put` does nothing.
+        folder: Folder of the file; by default /dev/shm if it has room, else the temporary folder. The file is unlinked
+            once open, so it disappears when the processes end.
 
     Example:
         >>> store = SampleStore(samples=100, capacity=1 << 20)
@@ -58,7 +58,7 @@ class SampleStore:
     MISSING = object()
 
     def __init__(self, samples: int, capacity: int, folder: str | Path | None = None) -> None:
-        self._slots = 1 << max(4, (2 * samples - 1).bit_length())  # at most half full: short searches
+        self._slots = 1 << max(4, (2 * samples - 1).bit_length())  # at most half full, which keeps searches short
         self._data = _TABLE + self._slots * _ENTRY.size
         self._size = self._data + capacity
         self._lock = threading.Lock()
@@ -72,12 +72,12 @@ class SampleStore:
 
     @property
     def left(self) -> int:
-        """Bytes that may still be put in."""
+        """The free bytes."""
         return self._size - int(_NEXT.unpack_from(self._map, 0)[0])
 
     @property
     def spoilt(self) -> bool:
-        """Whether a process that shares it said that it must not be used any more."""
+        """Whether a process that shares the store has marked it as no longer usable."""
         return bool(self._map[_NEXT.size])
 
     @spoilt.setter
@@ -86,7 +86,7 @@ class SampleStore:
 
     @property
     def paused(self) -> bool:
-        """Whether no process shall use it for now."""
+        """Whether all processes must leave the store unused for now."""
         return bool(self._map[_NEXT.size + 1])
 
     @paused.setter
@@ -95,32 +95,33 @@ class SampleStore:
 
     @property
     def closed(self) -> bool:
-        """Whether it is spoilt or paused."""
+        """Whether the store is spoilt or paused."""
         return self._map[_NEXT.size : _NEXT.size + 2] != b"\0\0"
 
     def get(self, key: Hashable) -> Any:
-        """The sample of a key, as a fresh copy; `SampleStore.MISSING` when it is not there."""
+        """Return a fresh copy of a key's sample, or `SampleStore.MISSING`."""
         try:
             digest = digest_of(key)
-        except Exception:  # whatever a key's pickling raises
+        except Exception:  # pickling may raise anything
             return self.MISSING
         for slot in self._search(digest):
-            found, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
-            if found == _EMPTY:
+            slot_digest, offset, length, crc = _ENTRY.unpack_from(self._map, slot)
+            if slot_digest == _EMPTY:
                 return self.MISSING
-            if found == digest:
+            if slot_digest == digest:
                 payload = self._map[offset : offset + length]
                 return pickle.loads(payload) if zlib.crc32(payload) == crc else self.MISSING
         return self.MISSING
 
     def put(self, key: Hashable, sample: Any) -> bool:
-        """Keep a sample; False when there is no room, or when it cannot be pickled."""
+        """Store a sample; return False if there is no room, or it cannot be pickled."""
         try:
             digest, payload = digest_of(key), pack(sample)
-        except Exception:  # whatever a sample's pickling raises: it is then one that is not kept
+        except Exception:  # pickling may raise anything: such a sample is not stored
             return False
         with self._lock:
-            # A record lock is per process: it also excludes processes forked after the file was opened.
+            # lockf, not flock: a record lock belongs to a process, while forked processes share the parent's flock. It
+            # does not exclude threads, hence `_lock`.
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
                 return self._add(digest, payload)
@@ -133,12 +134,12 @@ class SampleStore:
             return False
         disk = os.fstatvfs(self._fd)
         if disk.f_bavail * disk.f_frsize < len(payload) + _MARGIN:
-            return False  # to write to a mapped file on a full disk kills the process
+            return False  # writing to a mapped file on a full disk would kill the process (SIGBUS)
         for slot in self._search(digest):
-            found = _ENTRY.unpack_from(self._map, slot)[0]
-            if found == digest:
+            slot_digest = _ENTRY.unpack_from(self._map, slot)[0]
+            if slot_digest == digest:
                 return True
-            if found == _EMPTY:
+            if slot_digest == _EMPTY:
                 self._map[offset : offset + len(payload)] = payload
                 _NEXT.pack_into(self._map, 0, offset + len(payload))
                 struct.pack_into("<QII", self._map, slot + 16, offset, len(payload), zlib.crc32(payload))
@@ -147,14 +148,17 @@ class SampleStore:
         return False
 
     def _search(self, digest: bytes) -> Any:
-        """Places in the table where a key may stand, in order (at most 64)."""
+        """Return the offsets of the table slots where a digest may be, in probing order (at most 64)."""
         first = int.from_bytes(digest[:8], "little")
         return (_TABLE + ((first + step) % self._slots) * _ENTRY.size for step in range(64))
 
 
 class _Pickler(pickle.Pickler):
-    """Plain pickle stores a tensor by torch.save, which takes longer than most decoders and never gives the same
-    bytes twice; arrays are fast. Strides are kept: they decide which kernels compute on a batch."""
+    """A pickler that stores plain CPU tensors as NumPy arrays, with their strides.
+
+    Plain pickle stores a tensor by torch.save, which takes longer than most image decoders and never gives the same
+    bytes twice. Strides are kept because they decide which kernels later compute on a batch.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
@@ -168,26 +172,28 @@ class _Pickler(pickle.Pickler):
         ):
             return NotImplemented
         obj = obj.resolve_conj().resolve_neg()
+        # A permuted view of a dense tensor, such as an image in channels_last: store it in memory order, and the
+        # permutation. Other strides (slices, expanded tensors) are stored contiguously.
         order = sorted(range(obj.dim()), key=lambda dim: -obj.stride(dim))
-        lying = obj.permute(order)
-        if obj.is_contiguous() or not lying.is_contiguous():
-            lying, order = obj.contiguous(), []
+        dense = obj.permute(order)
+        if obj.is_contiguous() or not dense.is_contiguous():
+            dense, order = obj.contiguous(), []
         if not order and str(obj.dtype).removeprefix("torch.") in _IN_NUMPY:
-            return torch.from_numpy, (lying.numpy(),)
-        raw = lying.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (raw, obj.dtype, tuple(lying.shape), order)
+            return torch.from_numpy, (dense.numpy(),)
+        raw = dense.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (raw, obj.dtype, tuple(dense.shape), order)
 
 
 def _tensor(raw: Any, dtype: Any, shape: tuple[int, ...], order: list[int]) -> Any:
-    """A tensor from its bytes: as it lay in memory, its dimensions then put back into their order."""
+    """Rebuild a tensor from its bytes in memory order, then permute its dimensions back. Pickles refer to this name."""
     import torch
 
-    lying = torch.from_numpy(raw).view(dtype).reshape(shape)
-    return lying.permute([order.index(dim) for dim in range(len(order))]) if order else lying
+    dense = torch.from_numpy(raw).view(dtype).reshape(shape)
+    return dense.permute([order.index(dim) for dim in range(len(order))]) if order else dense
 
 
 def pack(sample: Any) -> bytes:
-    """A sample as bytes; equal samples give equal bytes.
+    """Return a sample as bytes; equal samples give equal bytes.
 
     Raises:
         PicklingError: The sample has parts that cannot be pickled.
@@ -198,13 +204,16 @@ def pack(sample: Any) -> bytes:
 
 
 def digest_of(key: Hashable) -> bytes:
-    """Return 16 bytes that stand for a key, its type included; never all zero."""
+    """Return a 16-byte digest of a key and its type, which is never all zero."""
     return hashlib.blake2b(pickle.dumps(key, protocol=5), digest_size=15).digest() + b"\1"
 
 
 def room() -> int:
-    """Bytes that a further store may take: half of what is free where it would lie (a quarter of a temporary folder on
-    disk) and half of the free memory, less what the stores there are may still grow by."""
+    """Return the bytes that another store may take.
+
+    That is the smaller of half the free memory and half the free space in /dev/shm (a quarter of the free disk, if the
+    store would be in the temporary folder), after what the existing stores may still grow by.
+    """
     promised = sum(store.left for store in _alive if not store.spoilt)
     shm = _shm_free()
     place = (shm - promised) // 2 if shm >= _ROOMY else (shutil.disk_usage(tempfile.gettempdir()).free - promised) // 4
@@ -212,7 +221,7 @@ def room() -> int:
 
 
 def _roomy_folder(size: int) -> str:
-    """/dev/shm when the store fits there, else the temporary folder."""
+    """Return /dev/shm if the store fits there, else the temporary folder."""
     return _SHM if _shm_free() >= max(size, _ROOMY) else tempfile.gettempdir()
 
 

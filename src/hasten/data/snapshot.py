@@ -1,7 +1,12 @@
-"""A snapshot of all that samples depend on, which tells later whether any of it changed.
+"""A snapshot of everything that samples depend on, which can later tell whether any of it changed.
 
-A snapshot goes through a dataset and all that its code reaches: attributes, elements, arrays, globals, closures, class
-attributes. What cannot be looked into (an open file, a lock, an iterator) makes a snapshot blind, and it says so.
+It covers a dataset and everything that its code reaches: attributes, elements, arrays, globals, closures, class
+attributes (`ReachableParts` collects them). Objects that cannot be inspected (an open file, a lock, an iterator) make
+it blind, with a reason, and then it must not be relied on.
+
+A full comparison may be slow, so `changed` compares small parts each time (some 15 us) and long lists and arrays only
+in the rows of the current samples; it compares the rest now and then, within 1 % of the time. `changed_at_all` always
+compares everything.
 """
 
 from __future__ import annotations
@@ -14,23 +19,23 @@ from typing import Any
 from hasten.data.content_stamp import Stamp
 from hasten.data.snapshot_parts import ATOMS, Node, ReachableParts, same_parts, weight
 
-_QUICK_PARTS, _QUICK_NODES, _QUICK_BYTES = 600, 60, 1 << 14  # what a quick comparison goes through: some 15 us
-_LISTS = 4  # long lists, and as many arrays, that are looked at where samples have their rows
-_SHARE = 0.01  # of the time between looks may go into whole ones
+_QUICK_PARTS, _QUICK_NODES, _QUICK_BYTES = 600, 60, 1 << 14  # limits of a quick comparison, which takes some 15 us
+_LISTS = 4  # long lists, and as many arrays, compared in the samples' rows
+_SHARE = 0.01  # share of the time that full comparisons may take
 _SMALLEST = sys.float_info.min  # half of it is a denormal number
 
 
 class Snapshot:
-    """The state that some objects depend on, at the time it is made.
+    """The state of some objects, and of everything they depend on, when the snapshot is made.
 
     Args:
-        roots: The objects, by the name under which they are spoken of.
+        roots: The objects, by their names in messages.
 
     Attributes:
-        blind: Why not all can be seen: "holds an open file (.log)"; "" where all can.
-        names: All names of globals and attributes in the code that was reached.
+        blind: Why some objects cannot be inspected: "holds an open file (.log)"; "" if all can.
+        names: All names of globals and attributes in the reached code.
         stores: Whether that code sets attributes or globals.
-        late: What a comparison during a pass found changed that had not been looked at for some time.
+        late: The change that a full comparison during a pass found, which may have happened some time ago; "": none.
     """
 
     def __init__(self, roots: dict[str, Any]) -> None:
@@ -42,10 +47,10 @@ class Snapshot:
         self._rest: list[Node] = []
         self._stamps = parts.stamps
         self._alive = parts.alive
-        room = _QUICK_PARTS
+        room_left = _QUICK_PARTS
         for node in sorted(parts.nodes, key=weight):
-            room -= len(node[3]) + 4
-            (self._quick if room > 0 and len(self._quick) < _QUICK_NODES else self._rest).append(node)
+            room_left -= len(node[3]) + 4
+            (self._quick if room_left > 0 and len(self._quick) < _QUICK_NODES else self._rest).append(node)
         self._lists = [
             (name, thing, was) for name, thing, _, was in self._rest if type(thing) is list and len(was) > 64
         ]
@@ -56,26 +61,26 @@ class Snapshot:
             left -= stamp.size
             self._quick_stamps.append((stamp, left > 0))
         whole = len(self._quick_stamps) == len(parts.stamps) and all(whole for _, whole in self._quick_stamps)
-        self._sees_all = whole and not self._rest  # a quick comparison is a whole one
+        self._sees_all = whole and not self._rest  # a quick comparison already covers everything
         self._in_rows = [stamp for stamp in small if stamp.keep_rows()][:_LISTS]
         self.late = ""
         self._spent = self._whole_took = 0.0
         self._since = time.perf_counter()
 
     def changed(self, rows: Any = ()) -> str:
-        """Return what a quick comparison finds changed: all small parts; the whole where that costs next to nothing.
+        """Return the name of a changed part, or "": compares the small parts, and all others if the time budget allows.
 
         Args:
-            rows: Indices of samples: long lists are looked at there.
+            rows: Indices of the current samples: long lists and arrays are compared there.
         """
-        if found := self.changed_small():
-            return found
+        if change := self.changed_small():
+            return change
         if self._lists and rows and type(rows) is list:
             for name, held, was in self._lists:
                 if any(type(i) is int and i < len(was) and (i >= len(held) or held[i] is not was[i]) for i in rows):
                     return name
-        if rows and type(rows) is list and (found := next((s.name for s in self._in_rows if s.row_changed(rows)), "")):
-            return found
+        if rows and type(rows) is list and (part := next((s.name for s in self._in_rows if s.row_changed(rows)), "")):
+            return part
         if not self._sees_all:
             start = time.perf_counter()
             if (self._spent + self._whole_took) <= _SHARE * (start - self._since):
@@ -84,7 +89,7 @@ class Snapshot:
         return ""
 
     def changed_small(self) -> str:
-        """Return what of the small parts is changed, or ""."""
+        """Return the name of a changed small part, or ""."""
         for name, thing, read, was in self._quick:
             if not same_parts(was, read(thing)):
                 return name
@@ -94,26 +99,26 @@ class Snapshot:
         return ""
 
     def changed_at_all(self) -> str:
-        """Return what a whole comparison finds changed, or ""."""
+        """Return the name of a changed part, or "": compares everything."""
         return self.changed_small() or self._all_of_the_rest(time.perf_counter())
 
     def _all_of_the_rest(self, start: float) -> str:
-        found = next((name for name, thing, read, was in self._rest if not same_parts(was, read(thing))), "")
-        found = found or next((stamp.name for stamp in self._stamps if stamp.changed(True)), "")
+        change = next((name for name, thing, read, was in self._rest if not same_parts(was, read(thing))), "")
+        change = change or next((stamp.name for stamp in self._stamps if stamp.changed(True)), "")
         self._whole_took = time.perf_counter() - start
         self._spent += self._whole_took
-        return found
+        return change
 
     def parts(self) -> tuple[list[Node], list[Stamp]]:
-        """Return all that was looked at: objects with how to read their parts, and arrays, tensors and generators."""
+        """Return everything compared: objects with functions to read their parts; arrays, tensors and generators."""
         return [*self._quick, *self._rest], self._stamps
 
     def reached(self) -> list[Any]:
-        """Return every object that was met: instances, classes, functions."""
+        """Return every object reached: instances, classes, functions."""
         return list(self._alive.values())
 
     def holds(self, value: Any) -> bool:
-        """Whether a sample or batch has parts in it that are the looked-at objects' own: lists, memory of arrays."""
+        """Return whether a sample or batch shares objects or array memory with the dataset."""
         queue, seen = deque([value]), set()
         while queue:
             part = queue.popleft()
@@ -137,14 +142,14 @@ class Snapshot:
 
 
 def ambient() -> Any:
-    """Return what of torch's switches decides which tensors a sample's making gives."""
-    torch = sys.modules["torch"]  # asked for each sample: an import statement would take as long as the rest
+    """Return torch's default dtype, autocast dtype and inference mode, which decide the tensors that code makes."""
+    torch = sys.modules["torch"]  # called for each sample, where an import statement takes as long as all the rest
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return torch.get_default_dtype(), autocast, torch.is_inference_mode_enabled()
 
 
 def flushes_denormals() -> bool:
-    """Whether `torch.set_flush_denormal` is on, which has no other sign than what it does."""
+    """Return whether `torch.set_flush_denormal` is on. torch has no getter for it, so try a denormal number."""
     return _SMALLEST / 2 == 0.0
 
 

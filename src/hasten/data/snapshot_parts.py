@@ -1,4 +1,9 @@
-"""The objects that a snapshot holds: all that is reachable from a dataset and its code."""
+"""Collects the objects that a snapshot compares: everything reachable from a dataset and its code.
+
+`ReachableParts` walks breadth first through attributes, containers and code. A function reaches the globals and closure
+variables that it names. A method is only entered once reached code contains its name (until then it waits in
+`_waiting`), or if Python or a library may call it. Code of trusted libraries is not entered.
+"""
 
 from __future__ import annotations
 
@@ -45,34 +50,34 @@ _CLOSED = (
     *(types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter, slice),
 )  # fmt: skip
 _IMMUTABLE = words("torch.dtype torch.device torch.Size torch.layout torch.memory_format")
-# Methods that nothing in a sample's making calls, unless their class is itself named there.
+# Methods that making a sample does not call, unless reached code names their class and so may construct it.
 _NOT_CALLED = words(
     "__init__ __new__ __post_init__ __repr__ __str__ __del__ __getstate__ __setstate__ __reduce__ __reduce_ex__ "
     "__init_subclass__ __class_getitem__ __set_name__ __sizeof__ __format__ __dir__"
 )
 _FOR_TEXT = frozenset({"__repr__", "__str__", "__format__"})
-# Methods that libraries call of what is given to them: of transforms, of what stands for a file.
+# Methods that libraries call on objects given to them, such as transforms and file-like objects.
 _BY_LIBRARIES = words(
     "forward transform get_params loader target_transform transforms read readline readlines readinto seek tell"
 )
-_OPS = ("aten", "prim", "prims", "torchvision")  # namespaces of `torch.ops` that are libraries' own
-_BY_THEIR_NAME = words("secrets builtins")  # modules that are refused, whatever they were imported as
+_OPS = ("aten", "prim", "prims", "torchvision")  # namespaces of `torch.ops` that belong to libraries
+_BY_THEIR_NAME = words("secrets builtins")  # modules to recognize even if imported under another name
 
 
 def same_parts(was: list[Any], now: list[Any]) -> bool:
-    """Whether two lists hold the same objects, or equal plain values."""
+    """Return whether two lists hold the same objects, or equal plain values (NaN equals NaN)."""
     if len(was) != len(now):
         return False
     if all(map(operator.is_, was, now)):
         return True
     return all(
-        one is other or (type(one) is type(other) and type(one) in ATOMS and (one == other or one != one))
-        for one, other in zip(was, now, strict=True)
+        old is new or (type(old) is type(new) and type(old) in ATOMS and (old == new or old != old))
+        for old, new in zip(was, now, strict=True)
     )
 
 
 def weight(node: Node) -> tuple[bool, int]:
-    """Return what puts attributes, code and classes before containers, and small ones before great ones."""
+    """Return a sort key that puts attributes, code and classes before containers, and small nodes before large ones."""
     return isinstance(node[1], list | dict | set | deque), len(node[3])
 
 
@@ -86,15 +91,15 @@ def _instance_parts(thing: Any) -> list[Any]:
 
 
 class ReachableParts:
-    """All parts of some objects, breadth first.
+    """Everything reachable from some objects, breadth first.
 
     Attributes:
-        nodes: Name, object, how to read its parts, and what they were.
+        nodes: Name, object, function that reads its parts, and its parts now.
         stamps: Arrays, tensors, random generators.
         blind: See `Snapshot`.
         names: See `Snapshot`.
         stores: See `Snapshot`.
-        alive: Every object met, by its id: none of these ids is given to another while a snapshot lives.
+        alive: Every object reached, by its id; holding them keeps their ids unique while a snapshot lives.
     """
 
     def __init__(self, roots: dict[str, Any]) -> None:
@@ -105,8 +110,8 @@ class ReachableParts:
         self.stores = False
         self.alive: dict[int, Any] = {}
         self._bytes = 0
-        self._waiting: dict[str, list[tuple[str, Any]]] = {}  # methods that nobody has named yet
-        self._any_name = False  # code makes up names for `getattr`: any method may be called
+        self._waiting: dict[str, list[tuple[str, Any]]] = {}  # methods that no reached code has named yet
+        self._any_name = False  # whether code computes names for `getattr`, so that any method may be called
         self._modules: list[tuple[str, Any, set[str]]] = []
         self._queue: deque[tuple[str, Any]] = deque(roots.items())
         while self._queue and not self.blind:
@@ -145,7 +150,8 @@ class ReachableParts:
             module = sys.modules.get(str(value.__module__))
             if module is not None and not is_trusted(module):
                 self._all(name, [module])
-            if type(value.__self__).__name__ != "PyCapsule":  # pybind11's; else `table.get`, `random.Random(3).random`
+            # Enter the owner of `table.get` or `random.Random(3).random`; pybind11's functions have a PyCapsule.
+            if type(value.__self__).__name__ != "PyCapsule":
                 self._all(name, [value.__self__])
         elif not self._is_closed(name, value, kind) and not self._stamped(name, value):
             self._instance(name, value, kind)
@@ -153,7 +159,7 @@ class ReachableParts:
     def _is_closed(self, name: str, value: Any, kind: type) -> bool:
         if isinstance(value, operator.attrgetter):
             self._reach({part for path in value.__reduce__()[1] for part in path.split(".")})
-        if isinstance(value, _CLOSED) and not is_trusted(kind):  # the script's own Enum, Path, tzinfo: with methods
+        if isinstance(value, _CLOSED) and not is_trusted(kind):  # the script's subclass of Enum, Path or tzinfo
             self._attributes(name, value)
             self._class(name, kind, constructed=False)
             return True
@@ -162,7 +168,7 @@ class ReachableParts:
         if kind.__module__ == "torch._ops" and not str(value).startswith(_OPS):
             self.blind = f"calls an operator that the script may have defined, {value} ({name})"
             return True
-        if kind.__module__.startswith("hasten."):  # a technique's wrapper: what it wraps counts
+        if kind.__module__.startswith("hasten."):  # a technique's wrapper: enter the wrapped object
             self._all("", [getattr(value, "__wrapped__", None)])
             return True
         return f"{kind.__module__}.{kind.__name__}" in _IMMUTABLE
@@ -182,7 +188,7 @@ class ReachableParts:
         return True
 
     def _attributes(self, name: str, value: Any) -> None:
-        """Go into the attributes that a script has given to an array, a tensor, a member of an Enum."""
+        """Enter the attributes that a script has set on an array, a tensor, or a member of an Enum."""
         if getattr(value, "__dict__", None):
             self._node(name, value, _instance_parts)
 
@@ -195,7 +201,7 @@ class ReachableParts:
                 self._node(name, value, list)
             else:
                 self._all(name, value)
-        elif type(value).__name__ == "ndarray":  # of objects
+        elif type(value).__name__ == "ndarray":  # with dtype=object: other arrays have stamps
             self._node(name, value, lambda array: array.ravel().tolist())
         else:
             contained = False
@@ -227,7 +233,7 @@ class ReachableParts:
         if kinds <= ATOMS:
             return
         if kinds == {tuple} and set(map(type, itertools.chain.from_iterable(parts))) <= ATOMS:
-            return  # (path, label), a million times
+            return  # skip plain tuples: (path, label), a million times
         self._queue.extend((name, part) for part in parts if type(part) not in ATOMS)
 
     # -- code -----------------------------------------------------------------------------------------
@@ -238,7 +244,7 @@ class ReachableParts:
             self.names.add(function.__name__)
             cells = function.__closure__ or ()
             self._all(name, [cell.cell_contents for cell in cells if is_set(cell)])
-            if function.__dict__ and not is_of_library(function.__module__ or ""):  # around one of the script's
+            if function.__dict__ and not is_of_library(function.__module__ or ""):  # wraps a function of the script
                 self._node(name, function, _function_attributes)
             return
         names = names_of(function)
@@ -256,15 +262,15 @@ class ReachableParts:
             self.blind = f"draws from a generator without a seed ({function.__name__})"
         if function.__dict__:
             self._node(name, function, _function_attributes)
-        cells, room, used = function.__closure__ or (), function.__globals__, globals_of(function)
+        cells, module_globals, used = function.__closure__ or (), function.__globals__, globals_of(function)
         names_of_python = vars(builtins)
 
-        def read(thing: types.FunctionType) -> list[Any]:  # it runs for each sample: no generator
+        def read(thing: types.FunctionType) -> list[Any]:  # runs for each sample, hence no slower generator expression
             parts: list[Any] = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
             if cells:
                 parts += [cell.cell_contents if is_set(cell) else _MISSING for cell in cells]
             for name in used:
-                value = room.get(name, _MISSING)
+                value = module_globals.get(name, _MISSING)
                 parts.append(value if value is not _MISSING else names_of_python.get(name, _MISSING))
             return parts
 
@@ -289,7 +295,7 @@ class ReachableParts:
             self.names.add(module.__name__)
 
     def _imports(self, name: str, modules: list[str]) -> None:
-        """Go into the modules that code imports as it runs: `from config import LEVEL` inside `__getitem__`."""
+        """Enter the modules that code imports as it runs: `from config import LEVEL` inside `__getitem__`."""
         for full in modules:
             module = sys.modules.get(full)
             if module is not None:
@@ -323,13 +329,13 @@ class ReachableParts:
             self._waiting.setdefault(key, []).append((name, part))
 
     def _reach(self, names: Iterable[str]) -> None:
-        for name in sorted(names):  # in an order that hashes of strings do not change from process to process
+        for name in sorted(names):  # a set of strings has another order in each process, and so would fingerprints
             if name not in self.names:
                 self.names.add(name)
                 self._queue.extend(self._waiting.pop(name, ()))
 
     def _members_of_modules(self) -> None:
-        """Go into what code may read off the script's own modules: `config.size`."""
+        """Enter the attributes that code may read from the script's own modules: `config.size`."""
         for name, module, known in self._modules:
             inside = vars(module)
             named = (self.names | {"__getattr__"}) & inside.keys()
@@ -355,7 +361,7 @@ def _class_parts(kind: type) -> list[Any]:
 
 
 def _function_attributes(function: types.FunctionType) -> list[Any]:
-    """Return a function's own attributes; what a library hides behind a view (`singledispatch`) its closure has."""
+    """Return a function's attributes, without mapping views: `singledispatch`'s registry is reached by its closure."""
     inside = vars(function)
     return [*inside, *(part for part in inside.values() if type(part) is not types.MappingProxyType)]
 
@@ -367,7 +373,7 @@ def _slots(base: type) -> list[str]:
 
 
 def _has_hidden_state(kind: type, slots: int, has_dict: bool) -> bool:
-    """Whether an object has room for more than its attributes: something written in C that cannot be looked into."""
+    """Return whether an object is larger than its attributes need, so that C code keeps hidden state in it."""
     room = object.__basicsize__ + 8 * slots + (16 if has_dict else 8)
     return kind.__basicsize__ > room or (not has_dict and not slots and kind.__basicsize__ > object.__basicsize__)
 
@@ -378,7 +384,7 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _is_known_ufunc(value: Any) -> bool:
-    """Whether it is a library's own: `np.frompyfunc` makes others of any function."""
+    """Return whether an object is a ufunc of NumPy or SciPy; `np.frompyfunc` makes ufuncs of any function."""
     if type(value).__name__ != "ufunc":
         return False
     places = (sys.modules.get(name) for name in ("numpy", "scipy.special"))

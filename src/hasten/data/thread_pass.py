@@ -1,4 +1,4 @@
-"""A pass over a hasten DataLoader whose batches are made by threads of this process."""
+"""An iterator over a hasten DataLoader that makes batches in threads of this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hasten.messages import warn
 
 
 class _Task:
-    """A batch that is to be made, and then what was made."""
+    """A batch to make, and later its result or error."""
 
     __slots__ = ("batch", "error", "indices", "made", "sets", "worker")
 
@@ -38,12 +38,13 @@ class _Task:
 
 
 class ThreadPass(Counted, _BaseDataLoaderIter):
-    """Batches made by threads, given in order.
+    """An iterator that makes batches in threads and yields them in order.
 
-    For datasets that release the GIL where their time goes (files, decoding, NumPy, pyarrow): batches need no copy
-    between processes, and memory is not doubled. A dataset that draws from the process-wide generators is refused: they
-    are shared with the training; `hasten.data.sample_rng()` gives each sample its own. Beside a training that sets
-    torch's default dtype as it computes (`precision="64-true"`), which threads share, batches are made while it waits.
+    It is for datasets that spend their time with the GIL released (files, decoding, NumPy, pyarrow): batches are not
+    copied between processes, and memory is not duplicated. A dataset that draws from the process-wide generators is
+    refused, because threads share those with the training; `hasten.data.sample_rng()` gives each sample generators of
+    its own. Threads also share torch's default dtype: if the training sets it while it computes
+    (`precision="64-true"`), batches are only made while the training waits for them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -54,7 +55,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
         self._beats = np.full((loader.num_workers, 4), IDLE, np.int64)
         self._named: set[tuple[int, int]] = set()
         self._closed = False
-        self._waits = False  # whether a batch is made only when it is asked for
+        self._waits = False  # whether a batch is only made on demand
         default_type.listen(self)
         if not loader.__dict__.get("_hasten_thread_safe"):
             _refuse_draws(loader)
@@ -86,6 +87,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
         return make
 
     def _put(self) -> None:
+        """Queue the next batch of the pass, if there is one."""
         try:
             task = _Task(self._next_index())  # type: ignore[no-untyped-call]
         except StopIteration:
@@ -101,7 +103,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
             raise StopIteration
         task = self._ahead[0]
         self._wait_for(task)
-        if task.sets != default_type.sets():
+        if task.sets != default_type.sets():  # the dtype was set since: `torch.tensor([0.5])` may be float64
             task = self._made_again(task)
         self._ahead.popleft()
         if not self._waits:
@@ -111,7 +113,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
         return task.batch
 
     def _made_again(self, task: _Task) -> _Task:
-        """Make a batch once more, now that the training waits; none is made earlier from here on."""
+        """Make a batch again while the training waits, and from now on make batches only on demand."""
         if not self._waits:
             self._waits = True
             warn(
@@ -119,12 +121,17 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
                 'when they are asked for from here on; workers="process" makes them ahead',
                 stacklevel=4,
             )
-        again = _Task(task.indices)
-        self._tasks.put(again)
-        self._wait_for(again)
-        return again
+        retry = _Task(task.indices)
+        self._tasks.put(retry)
+        self._wait_for(retry)
+        return retry
 
     def _wait_for(self, task: _Task) -> None:
+        """Wait for a batch; warn if its thread hangs in one sample.
+
+        Raises:
+            RuntimeError: The loader's timeout is over.
+        """
         started = time.monotonic()
         while not task.made.wait(1.0):
             waited = time.monotonic() - started
@@ -134,6 +141,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
                 self._name(task)
 
     def _name(self, task: _Task) -> None:
+        """Warn about a hung thread, once for each sample."""
         assert task.worker is not None
         which = (task.worker, int(self._beats[task.worker, 1]))
         if which not in self._named:
@@ -153,7 +161,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
         )
 
     def close(self) -> None:
-        """Let the threads end; one that hangs is left to itself."""
+        """Let the threads end, without waiting: a thread that hangs is a daemon."""
         if not self._closed:
             self._closed = True
             for _ in self._threads:
@@ -162,7 +170,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
     def __del__(self) -> None:
         if hasattr(self, "_threads"):
             self._ahead.clear()
-            while True:  # batches that nobody will ask for
+            while True:  # drop the batches that no thread has begun
                 try:
                     self._tasks.get_nowait()
                 except queue.Empty:
@@ -171,7 +179,7 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
 
 
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
-    """Run tasks in a thread, without a reference to the iterator: a pass that was left lets it end."""
+    """Run tasks in a thread. It holds no reference to the iterator, so that an abandoned pass is freed and ends it."""
     only_makes_samples()
     failed: BaseException | None = None
     try:
@@ -192,7 +200,7 @@ def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
 
 
 def _refuse_draws(loader: Any) -> None:
-    """Make one sample, to see whether it draws from the generators that threads share with the training.
+    """Make one sample to check that the dataset does not draw from the process-wide generators.
 
     Raises:
         HastenError: It does.
@@ -206,7 +214,7 @@ def _refuse_draws(loader: Any) -> None:
             if source.reseed is not None:
                 source.reseed(0)
             loader.dataset[0]
-        except Exception:  # it fails as the pass comes to it, where on_error says what becomes of it
+        except Exception:  # the pass will raise it again, where `on_error` applies
             return
         finally:
             if source.reseed is not None:

@@ -1,4 +1,9 @@
-"""DataLoader workers whose random states the main process knows, and which can be started in the middle of a pass."""
+"""DataLoader workers whose RNG states the main process knows, and that can start in the middle of a pass.
+
+In a worker, `_Stamp` wraps the collate function and sends the worker's RNG state along with a batch (`Stamped`) if
+making it changed the state. In the main process, a subclass of torch's iterator records these states in a
+`WorkerWatch`. On a resume, `_WorkerInit` restores them in new workers, and the iterator skips the consumed batches.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,18 @@ from hasten.child import die_with_parent
 from hasten.data import rng
 
 _STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-_DEPTH = 8  # states kept of each worker: something may read a few batches ahead of the training
+_DEPTH = 8  # states kept for each worker, because a wrapper may read a few batches ahead of the training
 
 
 class WorkerWatch:
-    """The main process's record of one set of workers, and how the next set has to start.
+    """The main process's record of one set of workers, and how that set has to start.
 
     Args:
-        states: By worker, the random state (`rng.raw`) it starts with; others start as torch seeds them.
-        base_seed: What torch seeds workers with; None: what it draws.
-        skip: Batches of the pass that are over: their indices are drawn and dropped.
-        before_reset: Called when the workers run, before the pass begins.
-        depth: How many of the latest states are kept of each worker.
+        states: Worker -> the RNG state (`rng.raw`) it starts with; other workers start as torch seeds them.
+        base_seed: The base seed of the workers; None: torch draws it.
+        skip: Consumed batches of the pass, whose indices are drawn and dropped.
+        before_reset: Called once the workers run, before the pass begins.
+        depth: How many of the latest states to keep for each worker.
     """
 
     def __init__(
@@ -43,31 +48,32 @@ class WorkerWatch:
     ) -> None:
         self.base_seed = base_seed
         self.skip = skip
-        self.drew = self.short = False  # the sampler drew while it was advanced; it ended before that
+        self.drew = self.short = False  # while skipping, the sampler drew random numbers; it ended too early
         self.before_reset = before_reset
         self.start = dict(states or {})
-        self.number = 0  # of workers
+        self.number = 0  # number of workers
         self._depth = depth
         self._history: dict[int, deque[tuple[int, Any]]] = {}
         for worker, state in self.start.items():
             self.record(worker, 0, state)
 
     def record(self, worker: int, number: int, state: Any) -> None:
-        """Note the state in which a worker was when it had made batch `number` of the pass (from 1)."""
+        """Record a worker's state after it made batch `number` of the pass (from 1)."""
         self._history.setdefault(worker, deque(maxlen=self._depth)).append((number, state))
 
     def at(self, batches: int) -> tuple[dict[int, Any], list[int]]:
-        """States as of the last of `batches` batches; and workers of which only later ones are known."""
+        """Return the workers' states after `batches` batches, and the workers for which only later states are known."""
         known = {
             worker: next((state for number, state in reversed(history) if number <= batches), None)
             for worker, history in self._history.items()
         }
-        # A history that is not full goes back to the start, where a worker is as its seed made it.
+        # A history that is not full reaches back to the worker's start: until its first record, the worker has the
+        # state that its seed gave it, and needs no saved state.
         lost = [w for w, state in known.items() if state is None and len(self._history[w]) == self._depth]
         return {worker: state for worker, state in known.items() if state is not None}, lost
 
     def next_pass(self) -> None:
-        """Restart numbering at 0."""
+        """Restart numbering at 0: each worker's latest state becomes its state at the start of a pass."""
         latest = {worker: history[-1][1] for worker, history in self._history.items()}
         self._history.clear()
         for worker, state in latest.items():
@@ -75,7 +81,7 @@ class WorkerWatch:
 
 
 class Stamped:
-    """A batch, and the random state its worker was in afterwards."""
+    """A batch, with its worker's RNG state after making it."""
 
     __slots__ = ("batch", "state", "worker")
 
@@ -89,18 +95,20 @@ class Stamped:
         return Stamped(pin_memory(self.batch), self.worker, self.state)
 
 
-_generators: dict[str, Any] = {}  # in a worker process: its dataset's own generators, and the state last reported
+# In a worker process: the dataset's own generators, and the RNG state that was last reported.
+_generators: dict[str, Any] = {}
 _reported: Any = None
 
 
 class _WorkerInit:
-    """A `worker_init_fn`: the user's own, then the state that this worker is to go on from."""
+    """A `worker_init_fn` that runs the user's, then restores the RNG state with which this worker resumes."""
 
     def __init__(self, then: Callable[[int], Any] | None, collate: Any, states: dict[int, Any]) -> None:
         self._then = then
         self._collate = collate
         self._states = states
-        # Linux ends such a child with the thread that started it, and only the main thread lives as long as we do.
+        # Linux sends the parent-death signal when the thread that forked the child ends, not its process. Only the
+        # main thread is sure to live as long as the process.
         self._follows = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
@@ -119,7 +127,7 @@ class _WorkerInit:
 
 
 class _Stamp:
-    """A `collate_fn`: the user's own, and the worker's random state, if drawing samples changed it."""
+    """A `collate_fn` that runs the user's, and adds the worker's RNG state if making the samples changed it."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -136,26 +144,26 @@ class _Stamp:
 
 
 def kind_of_workers(loader: Any) -> Any:
-    """The class of iterator over workers that this loader makes; None if it is not one that can be watched."""
+    """Return the class of the loader's iterator over workers; None if it has no workers, or they can't be watched."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return None
     make = type(loader)._get_iterator
     if make is DataLoader._get_iterator:
         return _MultiProcessingDataLoaderIter
-    room = sys.modules.get(_STATEFUL)
-    if room is not None and make is room.StatefulDataLoader._get_iterator:
-        return room._StatefulMultiProcessingDataLoaderIter
+    stateful_dataloader = sys.modules.get(_STATEFUL)
+    if stateful_dataloader is not None and make is stateful_dataloader.StatefulDataLoader._get_iterator:
+        return stateful_dataloader._StatefulMultiProcessingDataLoaderIter
     return None
 
 
 def watch_of(iterator: Any) -> WorkerWatch | None:
-    """The watch over the workers of this iterator, if it has one."""
+    """Return the watch over an iterator's workers; None if it has none."""
     return getattr(iterator, "_hasten_watch", None)
 
 
 @contextlib.contextmanager
 def watching(loader: Any, watch: WorkerWatch) -> Iterator[None]:
-    """Let workers that `iter(loader)` starts inside be watched."""
+    """Watch the workers that `iter(loader)` starts inside this context."""
     kind = kind_of_workers(loader)
     if kind is None:
         yield
@@ -185,7 +193,10 @@ def _open(loader: Any, kind: Any, watch: WorkerWatch) -> Any:
 
 
 def _drawless(dataset: Any, collate: Any) -> bool:
-    """Rows of tensors draw nothing; their loader keeps its collate function, by which techniques know it."""
+    """Return whether samples are rows of tensors, whose making draws no random numbers.
+
+    Their loader then keeps its collate function, by which techniques recognize it.
+    """
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and collate is default_collate
@@ -193,7 +204,7 @@ def _drawless(dataset: Any, collate: Any) -> bool:
 
 @functools.cache
 def _watched(kind: Any) -> Any:
-    """torch's iterator over workers, with a Watch: its own code does all the work."""
+    """Return a subclass of torch's iterator `kind` that keeps a WorkerWatch; torch's code still does all the work."""
 
     class Watched(kind):  # type: ignore[misc]
         _task_info: dict[int, tuple[Any, ...]]
@@ -202,6 +213,7 @@ def _watched(kind: Any) -> Any:
             self._hasten_watch = watch
             super().__init__(loader, *args)
 
+        # torch assigns the base seed it drew in its __init__; a resumed watch keeps the saved one.
         @property
         def _base_seed(self) -> int | None:
             return self._hasten_watch.base_seed
@@ -216,19 +228,19 @@ def _watched(kind: Any) -> Any:
                 self.hasten_settle()
                 self._hasten_watch.next_pass()
             elif (before_reset := self._hasten_watch.before_reset) is not None:
-                self._hasten_watch.before_reset = None  # it knows the loader, which knows this iterator: no circle
+                self._hasten_watch.before_reset = None  # breaks a cycle: it holds the loader, which holds this iterator
                 before_reset()
             super()._reset(loader, first_iter, **options)
 
         def _try_put_index(self) -> None:
-            if self._hasten_watch.skip:  # the first index of a pass that was resumed in its middle
+            if self._hasten_watch.skip:  # before the first index of a resumed pass
                 self._hasten_skip()
             super()._try_put_index()
 
         def _hasten_skip(self) -> None:
             batches, self._hasten_watch.skip = self._hasten_watch.skip, 0
             self._hasten_watch.short, self._hasten_watch.drew = advance(self, batches)
-            for _ in range(batches % self._num_workers):  # batch i is made by worker i % n, as it would have been
+            for _ in range(batches % self._num_workers):  # batch i goes to worker i % n, as in the uninterrupted pass
                 next(self._worker_queue_idx_cycle)
 
         def _process_data(self, data: Any, *args: Any) -> Any:
@@ -245,10 +257,10 @@ def _watched(kind: Any) -> Any:
 
 
 def settle(iterator: Any) -> None:
-    """Wait for what the workers still make of a pass that was cut short; their states afterwards count."""
+    """Wait for the batches that workers are still making of an abandoned pass, and record their final states."""
     ended = {worker for worker, active in enumerate(iterator._workers_status) if not active}
     for data in map(_plainly, (data for info in iterator._task_info.values() for data in info[1:])):
-        if isinstance(data, _IterableDatasetStopIteration):  # it came before batches that are not given yet
+        if isinstance(data, _IterableDatasetStopIteration):  # received early: earlier batches are not yielded yet
             ended.add(data.worker_id)
     while not iterator._shutdown and any(
         len(info) == 1 and info[0] not in ended for info in iterator._task_info.values()
@@ -257,7 +269,7 @@ def settle(iterator: Any) -> None:
         iterator._tasks_outstanding -= 1
         iterator._task_info[index] += (data,)
         if isinstance(_plainly(data), _IterableDatasetStopIteration):
-            ended.add(_plainly(data).worker_id)  # it answers nothing more in this pass
+            ended.add(_plainly(data).worker_id)  # this worker sends nothing more in this pass
     for index in sorted(iterator._task_info):
         for data in map(_plainly, iterator._task_info[index][1:]):
             if type(data) is Stamped:
@@ -265,7 +277,7 @@ def settle(iterator: Any) -> None:
 
 
 def _plainly(data: Any) -> Any:
-    """Return a worker's batch: StatefulDataLoader's workers send more with it."""
+    """Return a worker's batch, without the state that StatefulDataLoader's workers send with it."""
     return (
         data[0] if type(data) is tuple and data and type(data[0]) in (Stamped, _IterableDatasetStopIteration) else data
     )
@@ -275,8 +287,8 @@ def advance(iterator: Any, batches: int) -> tuple[bool, bool]:
     """Draw and drop the indices of `batches` batches, without fetching samples.
 
     Returns:
-        Whether the sampler ended before that; whether it drew from the process-wide generators later than for its
-        first batch, when a training has drawn from them too.
+        Whether the sampler ended too early; and whether it drew from the process-wide generators after its first
+        batch, between the training's own draws, which cannot be repeated exactly.
     """
     first = None
     try:

@@ -1,4 +1,4 @@
-"""Makes a batch in a worker, for a pass that is not its own, and notes what its making changed."""
+"""Makes a batch in a worker, for a pass with num_workers=0 (see worker_pass), and reports what making it changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from hasten.data.round_trip import why_no_round_trip
 from hasten.data.sample_fetcher import no_room, share, shared_bytes, shm_free
 from hasten.data.snapshot import Snapshot, random_states
 
-END = "end"  # a task: say what a whole comparison finds changed
+END = "end"  # a task: report what a full comparison finds changed
 _SHM_HINT = "docker run --shm-size=8g enlarges it"
 
 
 class MadeBatch:
-    """A batch that a worker made, the files it is made of, and what its making changed.
+    """A batch that a worker made, or the reason why there is none.
 
-    `size`: what it takes of /dev/shm, in bytes; where that has no room for it, `full` says so, and there is no batch.
+    Args:
+        batch: The batch; None if `changed` or `full` is set.
+        changed: Why the training must make its batches itself, such as what making this one changed; "": nothing.
+        drew: Whether making it drew random numbers.
+        files: The files it was read from.
+        size: Bytes it takes in /dev/shm.
+        full: Why /dev/shm has no room for it; "" if it has.
     """
 
     __slots__ = ("batch", "changed", "drew", "files", "full", "size")
@@ -45,7 +51,7 @@ class MadeBatch:
 
 
 class BatchMaker:
-    """In a worker, what torch takes for its dataset: makes the batches of the training's own fetcher."""
+    """A dataset, in torch's eyes, whose items are whole batches made by the training's own fetcher in a worker."""
 
     def __init__(self, fetcher: Any, snapshot: Snapshot, seed: int) -> None:
         self._fetcher, self._snapshot, self._seed = fetcher, snapshot, seed
@@ -68,27 +74,29 @@ class BatchMaker:
                 changed = f"its batches {why}"
             size = shared_bytes(batch)
             if not changed:
-                share(batch)  # in a thread of torch's own, the batch would be lost and the training wait forever
-        except RuntimeError as error:  # torch's own collate moves batches to shared memory, too
+                # torch would do this in its queue's thread, where an error loses the batch, and the training waits
+                # forever.
+                share(batch)
+        except RuntimeError as error:  # from `share`, or from torch's collate, which stacks into shared memory too
             if not no_room(error):
                 raise
             need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
-            least = size or 1 + (shm_free() or 0)  # torch's collate does not say how large the batch would have been
+            least = size or 1 + (shm_free() or 0)  # after an error in collate the size is unknown: more than is free
             return MadeBatch(None, "", False, size=least, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
         return MadeBatch(None if changed else batch, changed, random_states() != before, heard.files, size)
 
 
 def seed_batch(seed: int, number: int) -> tuple[Any, ...]:
-    """Seed the generators for a batch, the same whichever worker makes it."""
+    """Seed the process-wide generators for a batch, the same in every worker, and return their states."""
     mixed = (seed * 1_000_003 + number) % 2**63
     random.seed(mixed)
-    torch.default_generator.manual_seed(mixed)  # a GPU's stay: samples are made on the CPU
+    torch.default_generator.manual_seed(mixed)  # not the GPU's generators: samples are made on the CPU
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(random.Random(mixed).getrandbits(32))
     return random_states()
 
 
 def says(snapshot: Snapshot) -> str:
-    """Return why the code of samples may print or write something of its own; "" where it does not."""
+    """Return why the code that makes samples may print or write something; "" if it does not."""
     named = sorted(snapshot.names & (SAYS | WRITES))
     return f"samples' code names `{named[0]}`: it may say or write something of its own" if named else ""

@@ -1,8 +1,10 @@
-"""A pass with num_workers=0 whose batches worker processes make, as long as they give what it would have given.
+"""Lets worker processes make the batches of a loader with num_workers=0, as long as the batches stay the same.
 
-torch's own iterator draws what it draws; at its first batch, workers are forked: they know all that the training
-knows by then. Each batch comes with what its making changed. As soon as anything that samples depend on changed, in
-the training or in a worker, the workers are dismissed, and this batch and all later ones are made by the training.
+Problem: such a dataset may depend on the training's memory (an epoch counter, a cache), which workers don't see.
+Approach: torch's iterator draws its seeds and indices as usual; at the first batch, workers are forked, so they start
+from the training's current state. A `Snapshot` of everything that samples depend on is compared before each batch in
+the training, and after each batch in its worker. As soon as anything changed, the workers are shut down, and the
+training makes this batch and all later ones.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from hasten.data.worker_room import WorkerRoom
 
 
 def _as_it_is(made: MadeBatch) -> MadeBatch:
+    """Return the item unchanged: the workers' collate function, as an item is already a batch."""
     return made
 
 
 class _Workers(DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
-    """torch's own iterator over workers, which asks the pass for its indices."""
+    """torch's iterator over workers, which takes its tasks from the pass."""
 
     def __init__(self, loader: Any, tasks: Callable[[], Any]) -> None:
         self._hasten_tasks = tasks
@@ -43,23 +46,23 @@ class _Workers(DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
         return self._hasten_tasks()
 
     def hasten_next(self) -> MadeBatch:
-        """The next batch; StopIteration at the end."""
+        """Return the next batch; raise StopIteration at the end."""
         made: MadeBatch = cast(Any, self)._next_data()
         return made
 
     def hasten_end(self) -> None:
-        """Dismiss the workers."""
+        """Shut down the workers."""
         self._shutdown_workers()
 
 
 class WorkerPasses:
-    """On a loader: its passes are handed over to workers.
+    """The settings under which a loader's passes use workers; attached to the loader.
 
     Args:
-        workers: How many.
-        prefetch: How many batches each may be ahead.
-        let_go: Told why, when they must not be any more.
-        fewer: Told in words when a pass has fewer workers, or goes on without them, for lack of room.
+        workers: Number of workers.
+        prefetch: Batches that each worker may make ahead.
+        let_go: Called with the reason when the loader must no longer use workers.
+        fewer: Called with a text when a pass uses fewer workers, or none, for lack of memory.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class WorkerPasses:
         self._said: set[tuple[str, bool]] = set()
 
     def counts(self) -> tuple[int, int]:
-        """Return how many workers a pass that begins has room for, and how many batches each may be ahead."""
+        """Return how many workers a new pass has room for, and how many batches each may make ahead."""
         workers, prefetch, why = self.room.counts()
         if why:
             ahead = f"{prefetch} batch{'es' * (prefetch > 1)} ahead"
@@ -80,33 +83,33 @@ class WorkerPasses:
         return workers, prefetch
 
     def tell(self, why: str) -> None:
-        """Say what lack of room does, once: figures differ from pass to pass, results do not."""
+        """Report the effect of a lack of room, once per kind of reason, as only the figures differ between passes."""
         kind = why.partition(":")[0], "/dev/shm" in why
         if kind not in self._said:
             self._said.add(kind)
             self._fewer(why)
 
     def stop(self, why: str) -> None:
-        """From here on the training makes this loader's batches."""
+        """Let the training make this loader's batches from now on."""
         if self.workers:
             self.workers = 0
             self._let_go(why)
 
     def __reduce__(self) -> Any:
-        return WorkerPasses, (0, 0, _nobody)  # a copy in another process has a loader like any other
+        return WorkerPasses, (0, 0, _nobody)  # in another process, a copy of the loader uses no extra workers
 
 
 def _nobody(why: str) -> None:
-    """Tell nobody."""
+    """Do nothing: the callback if nobody wants to know."""
 
 
 def hand_over(loader: Any, to: WorkerPasses) -> None:
-    """Let the passes over a loader without workers be made by workers, while passes are tapped."""
+    """Let workers make the batches of a loader with num_workers=0, while `handing_over` is installed."""
     loader.__dict__["_hasten_workers"] = to
 
 
 def handing_over(plain: Any) -> Any:
-    """`DataLoader._get_iterator` that looks for a HandedOver on each loader that begins a pass."""
+    """Return a `DataLoader._get_iterator` that uses workers for loaders given to `hand_over`, else calls `plain`."""
 
     def _get_iterator(self: Any) -> Any:
         known = self.__dict__.get("_hasten_workers")
@@ -118,11 +121,11 @@ def handing_over(plain: Any) -> Any:
 
 
 class WorkerPassIterator(_SingleProcessDataLoaderIter):
-    """torch's iterator of a loader without workers, whose batches workers make.
+    """torch's iterator over a loader without workers, with batches made by workers.
 
     Args:
-        loader: Without workers, over a map-style dataset.
-        handed: How it is handed over.
+        loader: A loader with num_workers=0 over a map-style dataset.
+        handed: The settings attached to the loader.
     """
 
     _sampler_iter: Iterator[Any]
@@ -130,7 +133,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, handed: WorkerPasses) -> None:
         super().__init__(loader)
         self._hasten_loader_itself = loader
-        self._hasten_batcher = loader.batch_sampler  # this pass keeps it, whatever the loader's becomes
+        self._hasten_batcher = loader.batch_sampler  # this pass keeps it, even if the loader's is replaced
         self._hasten_positions = Positions(loader, self._sampler_iter)
         self._sampler_iter = self._hasten_positions.order
         self._hasten_counts = 0, 0
@@ -138,8 +141,8 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         self._hasten_handed, self._hasten_let_go = handed, handed.stop
         self._hasten_workers: _Workers | None = None
         self._hasten_snapshot: Snapshot | None = None
-        self._hasten_drawn: deque[Any] = deque()  # indices of batches that are not given yet, as they were drawn
-        self._hasten_sent: deque[Any] = deque()  # and as workers got them
+        self._hasten_drawn: deque[Any] = deque()  # indices of batches in flight, as the sampler drew them
+        self._hasten_sent: deque[Any] = deque()  # the same, as sent to workers (see Positions)
         self._hasten_number = self._hasten_ends = 0
         self._hasten_begun = self._hasten_ahead = self._hasten_alone = False
 
@@ -156,10 +159,10 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         return cast(Any, super())._next_data()
 
     def _next_index(self) -> Any:
-        if not self._hasten_ahead and self._hasten_drawn:  # drawn for workers that are dismissed
+        if not self._hasten_ahead and self._hasten_drawn:  # drawn for workers that are shut down by now
             return self._hasten_positions.indices(self._hasten_drawn.popleft())
         drawn = cast(Any, super())._next_index()
-        self._hasten_number += 1  # counted from the pass's first batch, also where a pass is resumed later
+        self._hasten_number += 1  # counts from the pass's first batch, also if the pass is resumed later
         if self._hasten_ahead:
             self._hasten_drawn.append(drawn)
         return self._hasten_positions.indices(drawn)
@@ -167,10 +170,12 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
     # -- the workers ----------------------------------------------------------------------------------
 
     def _hasten_begin(self) -> None:
+        """Take the snapshot and start the workers, unless something speaks against it."""
         loader = self._hasten_loader_itself
         snapshot = Snapshot({"dataset": self._dataset_fetcher.dataset, "collate_fn": loader.collate_fn})
         why = (snapshot.blind and f"the dataset {snapshot.blind}") or says(snapshot)
-        # Judged again: loaders that begin no second pass (timm's, Ultralytics') exchange it once they are built.
+        # Check the sampler here again, not only when the loader is built: loaders that keep one endless pass (timm's,
+        # Ultralytics') replace their batch sampler after that.
         if why := why or why_not(loader.sampler if self._hasten_batcher is None else self._hasten_batcher):
             self._hasten_let_go(why)
             return
@@ -191,13 +196,13 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             "worker_init_fn": None,
             "persistent_workers": False,
             "in_order": True,
-            "generator": torch.Generator(),  # the seed is drawn already
+            "generator": torch.Generator(),  # torch's iterator draws a seed again: not from the training's generator
             "hasten_within": True,
         }
         within = copy.copy(loader)
         within.__dict__.update(options, _DataLoader__multiprocessing_context=torch.multiprocessing.get_context("fork"))
         within.__dict__["_dataset_kind"] = _DatasetKind.Map
-        me = weakref.ref(self)  # no circle: workers end as soon as nobody holds the pass
+        me = weakref.ref(self)  # no reference cycle, so that workers end as soon as the pass is abandoned
 
         def task() -> Any:
             known = me()
@@ -207,12 +212,13 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
 
         self._hasten_ahead = True
         self._hasten_workers = _Workers(within, task)
-        self._hasten_pids = [worker.pid for worker in self._hasten_workers._workers]  # none is ever replaced
+        self._hasten_pids = [worker.pid for worker in self._hasten_workers._workers]  # torch never replaces a worker
 
     def _hasten_task(self) -> Any:
+        """Return the next task for a worker: a batch's number and indices, or END for each worker at the end."""
         try:
             indices = self._next_index()
-        except StopIteration:  # then each worker is asked for a last comparison
+        except StopIteration:  # ask each worker for a last, full comparison
             if self._hasten_ends == self._hasten_counts[0]:
                 raise
             self._hasten_ends += 1
@@ -221,7 +227,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         return self._hasten_number, indices
 
     def _hasten_made(self) -> MadeBatch | None:
-        """The next batch from the workers; None where the training has to make it."""
+        """Return the next batch from the workers; None if the training has to make it."""
         assert self._hasten_snapshot is not None
         workers = self._hasten_workers
         assert workers is not None
@@ -244,7 +250,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             made = workers.hasten_next() if self._hasten_drawn else self._hasten_ended(workers)
         except StopIteration:
             raise
-        except Exception as error:  # the training makes this batch, and raises what it raises
+        except Exception as error:  # let the training make this batch, and raise the error itself if it is the sample's
             self._hasten_dismiss(f"a worker failed ({type(error).__name__})")
             return None
         self._hasten_handed.room.holds(made.size)
@@ -254,40 +260,40 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         if made.full:
             self._hasten_pause(made.full)
             return None
-        if other := changed_file(made.files):
-            self._hasten_dismiss(f"{other} changed during a pass")
+        if path := changed_file(made.files):
+            self._hasten_dismiss(f"{path} changed during a pass")
             return None
-        if other := mapped_file(made.files):
-            self._hasten_dismiss(f"{other} is mapped to be written to, which shows no change")
+        if path := mapped_file(made.files):
+            self._hasten_dismiss(f"{path} is mapped to be written to, which shows no change")
             return None
         self._hasten_drawn.popleft()
         self._hasten_sent.popleft()
         return made
 
     def _hasten_ended(self, workers: _Workers) -> MadeBatch:
-        """Hear what whole looks find at a pass's end."""
+        """End the pass: run a full comparison here and in each worker, report changes, and raise StopIteration."""
         assert self._hasten_snapshot is not None
-        found = self._hasten_snapshot.changed_at_all()
+        here = self._hasten_snapshot.changed_at_all()
         reports = [workers.hasten_next() for _ in range(self._hasten_counts[0])]
         self._hasten_handed.room.measure(self._hasten_pids)
         self._hasten_workers = None
         workers.hasten_end()
-        if said := found or next((report.changed for report in reports if report.changed), ""):
+        if part := here or next((report.changed for report in reports if report.changed), ""):
             self._hasten_let_go(
-                f"{said} changed during a pass, seen only at its end: batches of this pass may not be what they "
+                f"{part} changed during a pass, seen only at its end: batches of this pass may not be what they "
                 "would have been"
             )
         raise StopIteration
 
     def _hasten_dismiss(self, why: str) -> None:
-        """Have the training make this pass's other batches, and those of all later passes."""
+        """Let the training make the rest of this pass, and all later passes."""
         self._hasten_end_workers()
         self._hasten_let_go(why)
 
     def _hasten_pause(self, why: str) -> None:
-        """For lack of room, have the training make the rest of this pass; the next has as many workers as fit."""
+        """Let the training make the rest of this pass for lack of memory; the next uses as many workers as fit."""
         assert self._hasten_snapshot is not None
-        if changed := self._hasten_snapshot.changed_at_all():  # nobody looks at this pass's end
+        if changed := self._hasten_snapshot.changed_at_all():  # now, as there is no comparison at this pass's end
             self._hasten_dismiss(f"{changed} changed during a pass")
             return
         self._hasten_handed.room.measure(self._hasten_pids)
@@ -296,12 +302,13 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         self._hasten_handed.tell(f"the training makes the rest of this pass itself: {why}")
 
     def _hasten_end_workers(self) -> None:
+        """Shut down the workers and draw no more indices ahead."""
         workers, self._hasten_workers, self._hasten_ahead = self._hasten_workers, None, False
         if workers is not None:
             workers.hasten_end()
 
     def _hasten_as_workers_do(self) -> Any:
-        """Make the next batch here with the random numbers that a worker would draw; the training's own stay."""
+        """Make the next batch here with a worker's random numbers, and leave the training's generators unchanged."""
         number = self._hasten_number - len(self._hasten_drawn) + 1
         indices = self._next_index()
         with unmoved():
@@ -310,7 +317,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _hasten_batch_again(self) -> None:
-        """The batch size changed: indices that were drawn ahead are put into batches of the new size."""
+        """Put the indices that were drawn ahead into batches of the new batch size."""
         rest = itertools.chain.from_iterable(list(self._hasten_drawn))
         self._hasten_drawn = deque()
         self._sampler_iter = batches(
@@ -319,4 +326,5 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
 
 
 def _ambient() -> Any:
+    """Return torch's default dtype and grad mode, which forked workers keep as they were at the fork."""
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -1,4 +1,4 @@
-"""How many workers a pass may have: what cores, memory and /dev/shm of this machine or container have room for."""
+"""Limits how many workers a pass may have by the cores, memory and /dev/shm of this machine or container."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ import psutil
 from hasten.data.sample_fetcher import shm_free
 from hasten.evidence.machine import memory_free, memory_limit, usable_cores
 
-_LEAST = 16 << 20  # bytes that a forked worker takes at least, as far as none was measured
-_SPARE, _MOST_SPARE = 32, 1 << 30  # memory that is left free: a 32nd of what there is, at most 1 GiB
-_EVERY = 1.0  # seconds between looks at what is free
-_MEASURED = 10.0  # seconds between measurements of a worker: the kernel walks through all of its pages
+_LEAST = 16 << 20  # bytes assumed for a forked worker, at least
+_SPARE, _MOST_SPARE = 32, 1 << 30  # memory to leave free: 1/32 of the total, at most 1 GiB
+_EVERY = 1.0  # seconds between checks of the free memory
+_MEASURED = 10.0  # seconds between measurements of the workers, for which the kernel walks through all their pages
 _IN_USE = 2  # batches that the training and its pin_memory thread hold
 
 
 class WorkerRoom:
-    """The room for one loader's workers. Asked as a pass begins, and while it runs.
+    """The room for one loader's workers, checked as a pass begins and while it runs.
 
-    Memory of a worker is what it has for itself (its unique set size), measured in passes before: what it shares with
-    the training is not counted. Batches ready in /dev/shm count as memory, too, as the kernel counts them. Ranks on
-    one machine (LOCAL_WORLD_SIZE) begin their passes together, before any has workers: each takes its part of what is
-    free.
+    A worker's memory is its unique set size, measured in earlier passes; pages shared with the training do not count.
+    Batches ready in /dev/shm count as memory too, as they do for the kernel. Ranks on one machine (LOCAL_WORLD_SIZE)
+    begin their passes together, before any has workers, so each takes its share of the free memory.
 
     Args:
-        workers: As planned; never more.
-        prefetch: Batches that each may hold ready, as planned.
+        workers: Planned number of workers, which is never exceeded.
+        prefetch: Planned number of batches that each worker may hold ready.
     """
 
     def __init__(self, workers: int, prefetch: int) -> None:
         self._workers, self._prefetch = workers, prefetch
-        self._batch = self._private = 0  # bytes, the most that was seen
+        self._batch = self._private = 0  # bytes of the largest batch seen, and of the largest worker last measured
         self._looked = self._measured = 0.0
 
     def counts(self) -> tuple[int, int, str]:
-        """Return workers and batches ahead for a pass that begins; and why they are fewer than planned, or ""."""
+        """Return the workers and batches ahead for a new pass, and why they are fewer than planned, or ""."""
         workers, prefetch, reasons = self._workers, self._prefetch, []
         if workers > 2 * (cores := usable_cores()):
             workers = 2 * cores
@@ -61,11 +60,11 @@ class WorkerRoom:
         return workers, prefetch, "; ".join(reasons)
 
     def holds(self, batch: int) -> None:
-        """Note what a batch takes of /dev/shm, in bytes."""
+        """Record the size of a batch in /dev/shm (bytes)."""
         self._batch = max(self._batch, batch)
 
     def short(self, workers: Iterable[int]) -> str:
-        """Return whether memory is nearly gone, which fewer workers would ease, in words; looks once a second.
+        """Return, in words, that memory runs out and fewer workers would help; "" if not. Checks once a second.
 
         Args:
             workers: Process ids.
@@ -81,22 +80,22 @@ class WorkerRoom:
         return f"{_mb(free)} of memory are free, and workers take {_mb(held)}" if held > free // 4 else ""
 
     def measure(self, workers: Iterable[int], at_once: bool = False) -> int:
-        """Note what the largest worker has for itself; return that of all together, in bytes, 0 if it was not asked.
+        """Record the unique set size of the largest worker; return the sum over all (bytes; 0 if not measured now).
 
         Args:
             workers: Process ids.
-            at_once: Also where it was asked a short time ago.
+            at_once: Measure even if the last measurement is recent.
         """
         if not at_once and self._private and time.monotonic() - self._measured < _MEASURED:
             return 0
         self._measured = time.monotonic()
         sizes = [_unique(pid) for pid in workers]
-        self._private = max(sizes, default=0) or self._private  # all have ended: what the last ones took
+        self._private = max(sizes, default=0) or self._private  # keep the last size if all workers have ended
         return sum(sizes)
 
 
 def _ranks() -> int:
-    """Return how many ranks share this machine, as torchrun and others say."""
+    """Return how many ranks share this machine, from the LOCAL_WORLD_SIZE that torchrun and others set."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdecimal() else 1
 
@@ -104,7 +103,7 @@ def _ranks() -> int:
 def _unique(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the worker has ended
         return 0
 
 

@@ -1,1 +1,5 @@
-"""`hasten convert`: files of other kinds as Parquet that `hasten.data.ParquetDataset` shuffles and reads quickly."""
+"""`hasten convert`: converts datasets of other formats to Parquet files that `ParquetDataset` reads and shuffles fast.
+
+`kinds` picks the `Source` for a path or name (`images`, `text`, `tars`, `samples`); `write` turns its pieces into
+files, and can resume after an interruption.
+"""

@@ -1,4 +1,4 @@
-"""A folder of images, whose subfolders are classes, as torchvision's ImageFolder reads it."""
+"""The source for a folder of images with a subfolder per class, as in torchvision's ImageFolder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 
 
 class ImageFolder(RowSource):
-    """Rows of `image` (the file's bytes as they are), `label` (number of the subfolder in sorted order), `file`.
+    """The images of a folder as rows: `image` (the file's unchanged bytes), `label` (sorted subfolder number), `file`.
 
     Args:
-        folder: Images in it, or in its subfolders, which are then classes.
-        shuffle: Write them in a random order, the same each time: rows that lie together are read together.
+        folder: A folder of images, or of subfolders with images, which are then the classes.
+        shuffle: Write images in a random order, the same each time, because neighboring rows are later read together.
     """
 
     def __init__(self, folder: Path, shuffle: bool) -> None:
@@ -47,11 +47,11 @@ class ImageFolder(RowSource):
         self.what = f"images in {len(self.classes)} folders" if self.classes else "images"
 
     def fingerprint(self) -> str:
-        """Return a name for these files and their order."""
+        """Return a digest of these files and their order."""
         return fingerprint_of((path for path, _ in self._files), self.classes, self._shuffle)
 
     def schema(self) -> Any:
-        """Return the three columns, with the names of the classes."""
+        """Return the schema, with the class names in its metadata."""
         import pyarrow as pa
 
         fields = [("image", pa.binary()), *([("label", pa.int64())] if self.classes else []), ("file", pa.string())]
@@ -74,17 +74,17 @@ class ImageFolder(RowSource):
 
 
 def why_no_image(data: bytes) -> str:
-    """Return why bytes are no image, by their header; "" where they are one, or where Pillow is not there to tell."""
+    """Return why bytes are not an image, by their header; "" if they are, or if Pillow is not installed."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         return "" if data else "it is empty"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a very large image is one, too
+            warnings.simplefilter("ignore")  # Pillow warns of very large images, which are fine here
             Image.open(io.BytesIO(data)).close()
     except UnidentifiedImageError:
         return "it is no image" if data else "it is empty"
-    except Exception as error:  # whatever a damaged header makes Pillow raise
+    except Exception as error:  # Pillow may raise anything on a damaged header
         return f"it is a damaged image: {type(error).__name__}: {error}"
     return ""

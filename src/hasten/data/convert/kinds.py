@@ -1,4 +1,4 @@
-"""Which kind of source a path or name is."""
+"""Picks the kind of source for a path or name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ENDINGS = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".tar": "webda
 
 
 def source_of(text: str, kind: str, shuffle: bool, columns_of_text: tuple[str, ...]) -> Source:
-    """Return what a person named as a source.
+    """Return the source for a command-line argument.
 
     Args:
-        text: A path, a pattern of tar files, or a dataset's name.
-        kind: One of `KINDS`, or "auto": by what is there.
+        text: A path, a glob pattern of tar files, or a dataset's name.
+        kind: One of `KINDS`, or "auto" to guess it from the path.
         shuffle: Write images and samples in a random order.
-        columns_of_text: Of a CSV file.
+        columns_of_text: Columns of a CSV file to keep as text.
 
     Raises:
-        HastenError: There is no such thing, or nothing in it.
+        HastenError: The source does not exist, is empty, or its kind is unclear.
     """
     if kind != "auto" and kind not in KINDS:
         raise HastenError(f"--kind {kind}: no such kind", f"it is one of {', '.join(KINDS)}")
@@ -66,9 +66,9 @@ def _kind_of(text: str) -> str:
 def _tars(text: str) -> list[Path]:
     path = Path(text)
     if path.is_dir():
-        found = sorted(path.glob("*.tar"))
+        files = sorted(path.glob("*.tar"))
     else:
-        found = [path] if path.is_file() else sorted(path.parent.glob(path.name))
-    if not found:
+        files = [path] if path.is_file() else sorted(path.parent.glob(path.name))
+    if not files:
         raise HastenError(f"no tar file at {text}", "name a file, a folder of *.tar, or a pattern in quotes")
-    return found
+    return files

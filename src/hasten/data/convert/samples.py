@@ -1,4 +1,4 @@
-"""A torch Dataset of a person's own code, sample by sample."""
+"""The source for a user's own torch Dataset, converted sample by sample."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hasten.data.convert.source import BadRecord, RowSource, fingerprint_of
 from hasten.data.permutation import Permutation
 from hasten.errors import HastenError
 
-_ESTIMATED = 8  # samples whose size stands for all
+_ESTIMATED = 8  # samples from which the total size is estimated
 
 
 def dataset_named(text: str) -> Any:
-    """Return the dataset that `data.py:train_set` or `package.module:make_dataset` names; a function is called.
+    """Return the dataset named as `data.py:train_set` or `package.module:make_dataset`; a function is called.
 
     Raises:
-        HastenError: There is no such file, module or name, it fails, or it is no map-style dataset.
+        HastenError: The file, module or name does not exist, fails, or is not a map-style dataset.
     """
     place, _, name = text.rpartition(":")
     how = "write it as data.py:train_set or package.module:make_dataset"
@@ -32,16 +32,16 @@ def dataset_named(text: str) -> Any:
             if not Path(place).is_file():
                 raise HastenError(f"no such file {place}", how)
             sys.path.insert(0, str(Path(place).resolve().parent))
-            held = runpy.run_path(place)
+            namespace = runpy.run_path(place)
         else:
-            held = vars(importlib.import_module(place))
-        if name not in held:
+            namespace = vars(importlib.import_module(place))
+        if name not in namespace:
             raise HastenError(f"{place} has no {name!r}", how)
-        made = held[name]
-        dataset = made() if callable(made) and not hasattr(made, "__getitem__") else made
+        named = namespace[name]
+        dataset = named() if callable(named) and not hasattr(named, "__getitem__") else named
     except HastenError:
         raise
-    except Exception as error:  # whatever a person's code raises
+    except Exception as error:  # user code may raise anything
         raise HastenError(f"{text} fails: {type(error).__name__}: {error}", "mend it first") from error
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise HastenError(f"{text} is a {type(dataset).__name__}, not a dataset with a length and an index", how)
@@ -49,14 +49,14 @@ def dataset_named(text: str) -> Any:
 
 
 class Samples(RowSource):
-    """Rows of a dataset's samples: a dict's values by name, a tuple's as `x0`, `x1`, anything else as `x`.
+    """The samples of a dataset as rows: a dict's values by name, a tuple's as `x0`, `x1`, anything else as `x`.
 
-    Tensors and arrays become numbers or lists of fixed size (flat: `shape` stands in the column's metadata), images
-    PNG, which loses nothing.
+    Tensors and arrays become numbers or flat fixed-size lists, with their `shape` in the column's metadata; images
+    become PNG, which is lossless.
 
     Args:
-        dataset: Map-style.
-        name: As the person named it.
+        dataset: A map-style dataset.
+        name: The dataset's name on the command line.
         shuffle: Write samples in a random order, the same each time.
     """
 
@@ -74,11 +74,11 @@ class Samples(RowSource):
         self.size = taken // max(1, len(first)) * self.records
 
     def fingerprint(self) -> str:
-        """Return a name for the dataset: its name and length, since nothing more is known of it."""
+        """Return a digest of the dataset's name, length and shuffling; nothing more is known of it."""
         return fingerprint_of([], self._name, self.records, self._shuffle)
 
     def schema(self) -> Any:
-        """Return the types of the first sample's values."""
+        """Return the schema, by the types of the first sample's values."""
         import pyarrow as pa
 
         if self._schema is None:
@@ -102,6 +102,7 @@ class Samples(RowSource):
         return self._schema
 
     def _place(self, number: int) -> int:
+        """Return the index of the sample to write as row `number`."""
         return number if self._order is None else int(self._order(number))
 
     def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
@@ -109,13 +110,14 @@ class Samples(RowSource):
             index = self._place(number)
             try:
                 row = {name: _plain(value) for name, value in _parts(self._dataset[index]).items()}
-            except Exception as error:  # whatever a person's code raises
+            except Exception as error:  # user code may raise anything
                 yield BadRecord(f"sample {index} of {self._name}", f"{type(error).__name__}: {error}")
                 continue
             yield row
 
 
 def _parts(sample: Any) -> dict[str, Any]:
+    """Return a sample's values by column name."""
     if isinstance(sample, dict):
         return {str(name): value for name, value in sample.items()}
     if isinstance(sample, tuple | list):
@@ -134,7 +136,7 @@ def _array(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as Python's own: a tensor as a flat list or a number, an image as PNG."""
+    """Convert a value for pyarrow: a tensor to a number or flat list, an image to PNG bytes."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         array = _array(value)
         return array.item() if array.ndim == 0 else array.reshape(-1).tolist()

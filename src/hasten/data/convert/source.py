@@ -1,4 +1,4 @@
-"""A source to convert: gives pieces of a table, and can go on where an earlier run stopped."""
+"""The interface of sources to convert: they yield pieces of a table, and can continue where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BadRecord:
     """A record that cannot be converted.
 
     Attributes:
-        where: "photos/cat/7.jpg", "train.jsonl, line 12".
+        where: Its place: "photos/cat/7.jpg", "train.jsonl, line 12".
         why: What is wrong with it.
     """
 
@@ -26,12 +26,12 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows that follow each other.
+    """Some consecutive rows.
 
     Attributes:
-        table: A pyarrow Table, all of one schema.
-        records: Of the source, from its beginning to the end of this piece, those left out included.
-        bad: Those left out.
+        table: A pyarrow Table with the source's schema.
+        records: Records of the source up to the end of this piece, including bad ones.
+        bad: The bad records in this piece, which were skipped.
     """
 
     table: Any
@@ -40,12 +40,12 @@ class Piece:
 
 
 class Source(Protocol):
-    """Something to convert.
+    """A source to convert.
 
     Attributes:
-        what: In words: "images in 3 folders".
-        records: How many there are; None where only reading shows it.
-        size: About how many bytes all rows take.
+        what: Its description: "images in 3 folders".
+        records: Number of records; None if unknown before reading.
+        size: Approximate bytes of all rows.
     """
 
     what: str
@@ -53,19 +53,19 @@ class Source(Protocol):
     size: int
 
     def fingerprint(self) -> str:
-        """Return what tells this source from another, or from itself with other files."""
+        """Return a digest that differs for another source, or for this one with changed files."""
 
     def schema(self) -> Any:
-        """Return the schema of its pieces; may read all of it to find the types.
+        """Return the schema of the pieces; this may read the whole source to find the types.
 
         Raises:
-            HastenError: There is nothing in it, or its records have no types in common.
+            HastenError: The source is empty, or its records have no types in common.
         """
 
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield what comes after the first `start` records, in pieces of about `size` bytes.
+        """Yield the records after the first `start`, in pieces of about `size` bytes.
 
-        The same start gives the same pieces, and so does an earlier one from there on, where `start` ends a piece.
+        The pieces are reproducible: a start at the end of some piece yields the same later pieces as an earlier start.
 
         Raises:
             HastenError: A record is bad and `skip_bad` is not set.
@@ -78,14 +78,14 @@ def refuse(bad: BadRecord) -> HastenError:
 
 
 class RowSource(Source):
-    """A source whose records come one by one."""
+    """A base class for sources that read record by record."""
 
     def _rows(self, start: int) -> Iterator[dict[str, Any] | BadRecord]:
-        """Yield the records after the first `start`, in the order they are written, or what is wrong with them."""
+        """Yield the records after the first `start`, in the order to write them, with a BadRecord for each bad one."""
         raise NotImplementedError
 
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield them in pieces."""
+        """Yield the records after the first `start`, in pieces."""
         schema = self.schema()
         kept: list[dict[str, Any]] = []
         places: list[int] = []
@@ -109,13 +109,18 @@ class RowSource(Source):
 
 
 def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:
+    """Return rows as a pyarrow Table.
+
+    Raises:
+        HastenError: A record does not fit the schema; `places` has the records' numbers for the message.
+    """
     import pyarrow as pa
 
     try:
         return pa.Table.from_pylist(rows, schema=schema)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         pass
-    for row, place in zip(rows, places, strict=True):  # which one is it
+    for row, place in zip(rows, places, strict=True):  # find the record to name in the error
         for field in schema:
             try:
                 pa.array([row.get(field.name)], type=field.type)
@@ -134,7 +139,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def fingerprint_of(files: Iterable[Path], *more: Any) -> str:
-    """Return a name for some files as they are now (names, sizes and times) and for what else matters."""
+    """Return a digest of files' names, sizes and modification times, and of further values."""
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
         stat = path.stat()

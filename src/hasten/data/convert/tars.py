@@ -1,4 +1,4 @@
-"""WebDataset: tar files whose members `name.jpg`, `name.cls`, `name.json` together are a sample."""
+"""The source for WebDataset: tar files whose members `name.jpg`, `name.cls`, `name.json` form one sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _SCHEMA_SAMPLES = 100
 
 
 class WebDataset(RowSource):
-    """Rows of `__key__` and a column for each ending: images as `image`, numbers, text, else bytes.
+    """The samples of tar files as rows: `__key__`, and a column per file extension.
+
+    Images go into `image`; other columns are numbers, text or bytes, by their extension.
 
     Args:
         files: Tar files, read in this order.
@@ -33,11 +35,11 @@ class WebDataset(RowSource):
         self._schema: Any = None
 
     def fingerprint(self) -> str:
-        """Return a name for the files as they are."""
+        """Return a digest of the files' names, sizes and times."""
         return fingerprint_of(self._files)
 
     def schema(self) -> Any:
-        """Return the columns of the first samples; what later samples have besides is an error."""
+        """Return the schema, from the first samples; a later sample with other members is a bad record."""
         import pyarrow as pa
 
         if self._schema is None:
@@ -72,7 +74,7 @@ class WebDataset(RowSource):
             yield BadRecord(f"{file}, {key}", why) if why else row
 
     def _samples(self) -> Iterator[tuple[Path, str, dict[str, bytes]]]:
-        """Yield file, key and members of each sample; members of one follow each other."""
+        """Yield file, key and members of each sample, whose members must be adjacent in the tar file."""
         for file in self._files:
             key = ""
             parts: dict[str, bytes] = {}
@@ -97,7 +99,7 @@ class WebDataset(RowSource):
 
 
 def _column(ending: str) -> str:
-    """A column's name: `seg.png` as seg_png; a plain image is `image`."""
+    """Return the column for a file extension: `seg_png` for "seg.png", `image` for a plain image extension."""
     return "image" if f".{ending}" in SUFFIXES else re.sub(r"\W", "_", ending) or "data"
 
 
@@ -108,7 +110,7 @@ def _kind(column: str) -> str:
 
 
 def _value(kind: str, data: bytes) -> tuple[Any, str]:
-    """A member's value, and what is wrong with it."""
+    """Return a member's value, and what is wrong with it, or ""."""
     if kind == "image":
         return data, why_no_image(data)
     if kind == "bytes":

@@ -1,4 +1,4 @@
-"""Tables in text: CSV and JSON lines. They are read twice: once to find the types of all rows, once to convert."""
+"""The sources for CSV and JSON lines. A file is read twice: to find types that fit all rows, then to convert."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from hasten.data.convert.source import BadRecord, Piece, RowSource, fingerprint_
 from hasten.errors import HastenError
 
 _BLOCK = 1 << 20
-_CHUNK = 10_000  # lines whose types are found together
-# What is no number, since it would not come back from one: 00501, and 12345678901234567890 as a float.
+_CHUNK = 10_000  # lines whose types are inferred together
+# Texts that look like numbers but must stay text, as a number would not give them back: 00501, and as a float
+# 12345678901234567890.
 _LEADING_ZERO, _LONG = r"^[+-]?0[0-9]", r"^[+-]?[0-9]{16,}$"
 
 
 class Csv:
-    """A CSV file with names in its first line; a column is of whole numbers, numbers, booleans or text.
+    """A CSV file with column names in its first line; a column becomes int64, float64, bool or text.
 
     Args:
-        file: UTF-8.
-        text: Columns that stay text whatever they hold.
+        file: The file, in UTF-8.
+        text: Columns to keep as text in any case.
     """
 
     what = "rows of CSV"
@@ -36,11 +37,11 @@ class Csv:
             raise HastenError(f"{file} is empty", "a CSV file has the names of its columns in the first line")
 
     def fingerprint(self) -> str:
-        """Return a name for the file as it is."""
+        """Return a digest of the file's name, size and time, and of the text columns."""
         return fingerprint_of([self._file], self._text)
 
     def schema(self) -> Any:
-        """Return the narrowest type of each column that all its values have."""
+        """Return the schema: for each column, the narrowest type that fits all its values."""
         import pyarrow as pa
 
         if self._schema is not None:
@@ -56,18 +57,18 @@ class Csv:
         if missing := [name for name in self._text if name not in possible]:
             columns = ", ".join(map(repr, possible))
             raise HastenError(f"{self._file} has no column {missing[0]!r} for --text", f"it has {columns}")
-        kept = {name: [] if name in self._text else kinds for name, kinds in possible.items()}
-        self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in kept.items()])
+        allowed = {name: [] if name in self._text else kinds for name, kinds in possible.items()}
+        self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in allowed.items()])
         return self._schema
 
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
-        """Yield the file's blocks after the first `start` rows; rows of another length count as none."""
+        """Yield the file's blocks after the first `start` rows, not counting rows with a wrong number of fields."""
         import pyarrow as pa
 
         schema, records = self.schema(), 0
         if self._bad and not skip_bad:
             raise refuse(self._bad[0])
-        bad = () if start else tuple(self._bad)  # all of them are known by now
+        bad = () if start else tuple(self._bad)  # `schema` has found them all; report them with the first piece
         for batch in self._blocks(schema):
             records += batch.num_rows
             if records > start:
@@ -75,7 +76,7 @@ class Csv:
                 bad = ()
 
     def _blocks(self, schema: Any) -> Iterator[Any]:
-        """Yield record batches of a schema; None: of text, while rows that are bad are noted."""
+        """Yield record batches with this schema or, if None, with all columns as text, and then also note bad rows."""
         import pyarrow as pa
         from pyarrow import csv
 
@@ -110,7 +111,7 @@ def _csv_lines(line: bytes) -> Iterator[list[str]]:
 
 
 def _all_are(column: Any, kind: Any) -> bool:
-    """Whether all values of a column of text are of a kind, and would come back from it as they were."""
+    """Return whether all values of a text column can become `kind`, and give the same text back."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -128,10 +129,10 @@ def _all_are(column: Any, kind: Any) -> bool:
 
 
 class JsonLines(RowSource):
-    """A file of JSON objects, one a line; lists of one length become fixed-size lists.
+    """A file with a JSON object on each line.
 
     Args:
-        file: UTF-8.
+        file: The file, in UTF-8.
     """
 
     what = "lines of JSON"
@@ -143,11 +144,11 @@ class JsonLines(RowSource):
         self._schema: Any = None
 
     def fingerprint(self) -> str:
-        """Return a name for the file as it is."""
+        """Return a digest of the file's name, size and time."""
         return fingerprint_of([self._file])
 
     def schema(self) -> Any:
-        """Return types that all lines have in common: a column of whole numbers and others is one of numbers."""
+        """Return the schema that fits all lines: a column of integers and floats becomes one of floats."""
         import pyarrow as pa
 
         if self._schema is not None:
@@ -172,6 +173,11 @@ class JsonLines(RowSource):
         return self._schema
 
     def _with(self, known: Any, rows: list[dict[str, Any]], until: int) -> Any:
+        """Return the schema that fits both `known` and these rows, which end at line `until`.
+
+        Raises:
+            HastenError: A column has values of different types.
+        """
         import pyarrow as pa
 
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -183,9 +189,9 @@ class JsonLines(RowSource):
                 raise HastenError(
                     f"{self._file}, before line {until}: {name!r} is not of one type: {error}", "a column has one type"
                 ) from None
-        now = pa.schema(fields)
+        schema = pa.schema(fields)
         try:
-            return now if known is None else pa.unify_schemas([known, now], promote_options="permissive")
+            return schema if known is None else pa.unify_schemas([known, schema], promote_options="permissive")
         except pa.ArrowException as error:
             raise HastenError(f"{self._file}, before line {until}: {error}", "a column has one type") from None
 

@@ -1,4 +1,8 @@
-"""Writes pieces of a table as Parquet files of a good size, each whole or not at all."""
+"""Writes pieces of a table as Parquet files of a good size for shuffled reading.
+
+Each file appears complete or not at all. A state file in the folder lists the finished files and how many records they
+cover, so that the same command continues after the last finished file.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +18,22 @@ from hasten import files
 from hasten.data.convert.source import BadRecord, Piece, Source
 from hasten.errors import HastenError
 
-STATE = "_convert.json"  # readers of folders of Parquet leave out what begins so
+STATE = "_convert.json"  # readers of Parquet folders ignore names that begin with "_"
 SCHEMA = "hasten-convert/1"
-# A ParquetDataset mixes the rows of 16 groups that are open at a time, within 256 MB.
+# 16 MB, as a ParquetDataset keeps up to 16 row groups open within 256 MB; smaller to get at least 32 groups.
 GROUP, LEAST_GROUP, GROUPS = 16 << 20, 64 << 10, 32
-_SHOWN = 10  # bad records that are kept by name
+_SHOWN = 10  # bad records listed by name
 
 
 class Conversion:
-    """One source into one folder; what an earlier run of the same finished is kept.
+    """The conversion of one source into one folder, which keeps the files that an earlier, interrupted run finished.
 
     Args:
-        source: What is converted.
-        out: The folder; made where it is missing, else it must be empty or hold an earlier run's files.
-        group_bytes: Bytes of a row group before compression; None: 16 MB, less where that would be few groups.
+        source: The source to convert.
+        out: The output folder; created if missing, else it must be empty or hold an earlier run's files.
+        group_bytes: Bytes of a row group before compression; None: 16 MB, or less to get at least 32 groups.
         file_bytes: Bytes of a file before compression.
-        skip_bad: Leave bad records out and count them.
+        skip_bad: Skip bad records and count them.
 
     Raises:
         HastenError: The folder holds something else, or another process writes there.
@@ -47,43 +51,43 @@ class Conversion:
         self._release = weakref.finalize(self, os.close, _locked(out))
         try:
             self._resume()
-            self._save()  # before the first file: it is known as ours then
+            self._save()  # before the first file, so that a killed run leaves a folder that the next recognizes
         except BaseException:
             self._release()
             raise
 
     @property
     def resumed(self) -> int:
-        """Files that an earlier run finished."""
+        """The number of files finished so far, including those of earlier runs."""
         return len(self._state["files"])
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the conversion is complete."""
         return bool(self._state["done"])
 
     @property
     def rows(self) -> int:
-        """Rows in the files that are finished."""
+        """The number of rows in the finished files."""
         return sum(file["rows"] for file in self._state["files"])
 
     @property
     def bad(self) -> tuple[int, list[str]]:
-        """How many records were left out, and what was wrong with the first of them."""
+        """How many records were skipped, and what was wrong with the first of them."""
         return self._state["bad"], self._state["some_bad"]
 
     @property
     def records(self) -> int:
-        """Records of the source that are in finished files, or were left out."""
+        """The number of records processed: those in finished files, and the skipped ones before their end."""
         return self._state["files"][-1]["records"] if self._state["files"] else 0
 
     def run(self, tell: Callable[[int], None]) -> None:
-        """Write what is left.
+        """Write the remaining files.
 
         Args:
-            tell: Told after each piece how many records are over.
+            tell: Called with the number of records read, after each piece.
         """
-        pieces = self._told(self._source.pieces(self.records, max(1, self._group // 8), self._skip_bad), tell)
+        pieces = self._reporting(self._source.pieces(self.records, max(1, self._group // 8), self._skip_bad), tell)
         waiting = next(pieces, None)
         while waiting is not None:
             waiting = self._write_file(waiting, pieces)
@@ -91,13 +95,14 @@ class Conversion:
         self._save()
         self._release()
 
-    def _told(self, pieces: Iterator[Piece], tell: Callable[[int], None]) -> Iterator[Piece]:
+    def _reporting(self, pieces: Iterator[Piece], tell: Callable[[int], None]) -> Iterator[Piece]:
+        """Yield the pieces and report the progress."""
         for piece in pieces:
             tell(piece.records)
             yield piece
 
     def _write_file(self, piece: Piece | None, pieces: Iterator[Piece]) -> Piece | None:
-        """Write one file from `piece` on; return the first piece of the next."""
+        """Write one file, beginning with `piece`; return the first piece of the next file."""
         import pyarrow.parquet as pq
 
         schema, path = self._source.schema(), self._out / f"part-{len(self._state['files']):05}.parquet"
@@ -128,6 +133,11 @@ class Conversion:
         files.write_whole(self._out / STATE, json.dumps(self._state, indent=1) + "\n")
 
     def _resume(self) -> None:
+        """Load an earlier run's state, if there is one, and remove a killed writer's temporary files.
+
+        Raises:
+            HastenError: The folder holds other files, or another conversion.
+        """
         path = self._out / STATE
         others = [entry.name for entry in self._out.iterdir() if not files.TEMPORARY.fullmatch(entry.name)]
         if not path.is_file():
@@ -137,8 +147,8 @@ class Conversion:
                 )
         else:
             self._state = self._read(path)
-        for entry in self._out.iterdir():  # nobody writes here: the folder is ours
-            if files.TEMPORARY.fullmatch(entry.name):  # of a writer that was killed
+        for entry in self._out.iterdir():  # safe: the lock keeps other writers out
+            if files.TEMPORARY.fullmatch(entry.name):  # from a killed writer
                 entry.unlink()
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -157,13 +167,13 @@ class Conversion:
             )
         if options != self._state["options"]:
             raise HastenError(f"{self._out} holds a conversion with other options", f"repeat those, or {elsewhere}")
-        if gone := [name for name in names if not name.is_file()]:
-            raise HastenError(f"{gone[0]} is gone, which an earlier run had finished", elsewhere)
+        if missing := [name for name in names if not name.is_file()]:
+            raise HastenError(f"{missing[0]} is gone, which an earlier run had finished", elsewhere)
         return dict(state)
 
 
 def _group(piece: Piece, pieces: Iterator[Piece], size: int) -> tuple[list[Piece], Piece | None]:
-    """Pieces for one row group, and the one after them."""
+    """Return the pieces of one row group, and the piece after them."""
     group, taken = [piece], piece.table.nbytes
     following = next(pieces, None)
     while following is not None and taken < size:
@@ -183,16 +193,21 @@ def _write_group(writer: Any, group: list[Piece]) -> int:
 
 
 def _storing(schema: Any) -> dict[str, Any]:
-    """How columns are stored: images and other bytes are packed already, and hardly two are alike."""
+    """Return the writer's options: no compression or dictionary for bytes, which mostly are compressed images."""
     import pyarrow as pa
 
     packed = {field.name for field in schema if pa.types.is_binary(field.type)}
-    # Columns of lists have a path of their own inside the file.
+    # Parquet names a list column by its inner path ("x.list.element"), so naming "x" here would not reach it.
     others = [field.name for field in schema if not pa.types.is_nested(field.type) and field.name not in packed]
     return {"compression": "zstd" if not packed else dict.fromkeys(others, "zstd"), "use_dictionary": others}
 
 
 def _locked(out: Path) -> int:
+    """Create the output folder, lock it, and return the descriptor that holds the lock.
+
+    Raises:
+        HastenError: It cannot be written, or another process is converting to it.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

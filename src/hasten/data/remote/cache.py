@@ -1,8 +1,8 @@
-"""Bytes that were fetched, kept in a folder of bounded size that several processes share.
+"""A disk cache of fetched bytes, in a folder of bounded size that several processes share.
 
-Each entry is a file of its own, with its length and checksum in front, written under another name and then renamed.
-Whoever is killed meanwhile leaves a file that no reader opens and the next eviction removes. Trouble with the disk
-costs time only: what cannot be kept is fetched again.
+Each entry is a separate file that begins with its length and checksum, written under a temporary name and then renamed.
+A process killed while writing leaves a file that no reader opens, and that the next eviction removes. Disk errors only
+cost time: bytes that cannot be kept are fetched again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from hasten.messages import warn
 _HEAD = struct.Struct("<8sQI")  # mark, length, crc32
 _MARK = b"hasten1\n"
 _ENTRY = ".part"
-# The cache's own files, by their whole names: a folder that a person names may hold others that end alike.
+# The full names of the cache's files, because the user's folder may hold other files with that suffix.
 _ENTRIES = re.compile(r"[0-9a-f]{40}\.part")
-_LOCK = ".total"  # locked by who adds or removes; holds the bytes that all entries take, at least
-_STRIPES = 1024  # locks of those who fetch, so that processes do not fetch the same bytes at the same time
+_LOCK = ".total"  # locked to add or remove entries; holds the bytes counted for all entries, never too few
+_STRIPES = 1024  # number of fetch locks, which keep processes from fetching the same bytes at the same time
 _DEFAULT = 8 << 30
-_MARGIN = 64 << 20  # bytes of the disk that are left to others
-_PAUSE = 60.0  # seconds without a try after the disk was full
-_POLL = 0.02  # seconds between looks at a lock that another process holds
+_MARGIN = 64 << 20  # free bytes to leave on the disk
+_PAUSE = 60.0  # seconds without writing after the disk was full or failed
+_POLL = 0.02  # seconds between attempts to take a lock
 
 
 class RangeCache:
     """A shared dictionary from names to bytes, on disk.
 
     Args:
-        folder: Where entries lie; made when the first is put.
-        limit: Bytes of all entries together; what was used longest ago goes first.
-        private: Refuse a folder that others own or may write to: one in a temporary folder that all share.
+        folder: Folder of the entries; created with the first entry.
+        limit: Bytes of all entries together; the least recently used are evicted first.
+        private: Refuse a folder that others own or may write to; for one inside a shared temporary folder.
     """
 
     def __init__(self, folder: Path, limit: int, *, private: bool = False) -> None:
@@ -52,10 +52,10 @@ class RangeCache:
         self.limit = limit
         self._private = private
         self._again = 0.0  # when to try to write again
-        self._told = False
+        self._has_warned = False
 
     def get(self, key: str) -> memoryview | None:
-        """Return the bytes of a name; None where they are not there whole."""
+        """Return the bytes stored under a name; None if there are none, or they are damaged."""
         if not self.limit:
             return None
         path = self._path(key)
@@ -63,19 +63,19 @@ class RangeCache:
             if self._private:
                 self._check_owner()
             content = path.read_bytes()
-        except OSError:  # not there, or a disk that cannot be read: they are fetched
+        except OSError:  # missing, or a failing disk: the caller fetches them
             return None
         body = memoryview(content)[_HEAD.size :]
         whole = len(content) >= _HEAD.size and _HEAD.unpack_from(content) == (_MARK, len(body), zlib.crc32(body))
         with contextlib.suppress(OSError):
             if whole:
-                os.utime(path)  # used just now
+                os.utime(path)  # mark it as used, for eviction
             else:
                 path.unlink()
         return body if whole else None
 
     def put(self, key: str, data: bytes) -> bool:
-        """Keep bytes under a name; False where there is no room for them, or the disk fails."""
+        """Store bytes under a name; return False if there is no room, or the disk fails."""
         size = _HEAD.size + len(data)
         if size > self.limit or time.monotonic() < self._again:
             return False
@@ -90,12 +90,12 @@ class RangeCache:
                     return False
                 temporary, fd = make_beside(str(path))
                 file = os.fdopen(fd, "wb")
-                file.truncate(size)  # from here on it counts in full, wherever its writer is killed
+                file.truncate(size)  # full size at once: evictions count it in full, even if this process is killed
             with file:
                 file.write(_HEAD.pack(_MARK, len(data), zlib.crc32(data)))
                 file.write(data)
                 file.flush()
-                with self._locked():  # else who counts meanwhile may see it under neither name
+                with self._locked():  # a process that counts the entries during the rename could miss both names
                     Path(temporary).replace(path)
         except OSError as error:
             if temporary:
@@ -107,7 +107,7 @@ class RangeCache:
 
     @contextlib.contextmanager
     def alone(self, key: str, patience: float) -> Iterator[None]:
-        """Wait while another process, or thread, fetches what has this name, `patience` seconds at most."""
+        """Wait while another process or thread fetches the bytes of this name, for at most `patience` seconds."""
         fd = -1
         try:
             if self.limit:
@@ -128,14 +128,14 @@ class RangeCache:
         return self.folder / (self._name(key) + _ENTRY)
 
     def _check_owner(self) -> None:
-        """Raise where another user could put bytes into the folder, which would then be trained on."""
-        found = self.folder.lstat()
-        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+        """Raise PermissionError if another user could write bytes into the folder, which would be trained on."""
+        status = self.folder.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "it is not this user's own, or others may write to it")
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the folder's lock; yield the descriptor of the file that holds the count."""
+        """Hold the folder's lock; yield the descriptor of the file with the total."""
         fd = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -144,7 +144,13 @@ class RangeCache:
             os.close(fd)
 
     def _count(self, lock: int, size: int) -> bool:
-        """Make room for so many bytes and count them; False where what is there is being written by others."""
+        """Make room for `size` bytes and add them to the total; return False if evicting all entries is not enough.
+
+        Files that other processes are writing cannot be evicted.
+
+        Raises:
+            OSError: The disk is full.
+        """
         text = os.pread(lock, 32, 0)
         total = int(text) if text.strip().isdigit() else None
         if total is None or total + size > self.limit:
@@ -157,7 +163,7 @@ class RangeCache:
         return True
 
     def _evict(self, most: int) -> int:
-        """Remove what was used longest ago, a tenth more than is needed; return what the rest takes, exactly."""
+        """Remove the least recently used entries, to 10 % below `most`; return the exact bytes of the rest."""
         entries, total = [], 0
         with os.scandir(self.folder) as found:
             for entry in found:
@@ -180,10 +186,10 @@ class RangeCache:
         return total
 
     def _rest(self, error: OSError) -> None:
-        """Do without the disk for a while; say so once."""
+        """Stop writing to the disk for a while, and warn once."""
         self._again = time.monotonic() + _PAUSE
-        if not self._told:
-            self._told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn(
                 f"fetched bytes are not kept in {self.folder}: {error.strerror or error}. They are fetched again when "
                 "they are needed; Remote(cache_dir=, cache_size=) names another place or size",
@@ -192,7 +198,7 @@ class RangeCache:
 
 
 def cache_for(remote: Remote) -> RangeCache:
-    """Return the cache that is asked for."""
+    """Return the cache with the folder and size that `remote` asks for."""
     folder = remote.folder()
     limit = remote.cache_size
     if limit is None:
@@ -205,11 +211,12 @@ def cache_for(remote: Remote) -> RangeCache:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # evicted meanwhile
+    except OSError:  # just evicted
         return 0
 
 
 def _lock_within(fd: int, patience: float) -> None:
+    """Lock a file; give up after `patience` seconds, without an error: two fetches of the same bytes do no harm."""
     until = time.monotonic() + patience
     while True:
         try:

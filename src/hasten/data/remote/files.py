@@ -1,4 +1,4 @@
-"""A Parquet file from afar: its footer read once, and row groups, fetched ahead, only the ranges that are needed."""
+"""Remote Parquet files: reads the footer once, and prefetches only the needed byte ranges of row groups."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hasten.data.remote.ranges import Span, merged, requests, spans_of
 from hasten.data.remote.stores import TAIL, Stamp, Store, protocol_of, shown
 from hasten.data.remote.web import WebStore
 
-_END = 8  # bytes behind the footer: its length, and the mark
+_END = 8  # bytes after the footer: its length, and the magic number
 _WEB = ("http", "https")
 
 
 class Reader:
-    """Fetches ranges by a few threads, through the cache; shared by all files of a data set.
+    """Fetches byte ranges in a few threads, through the disk cache; shared by all files of a dataset.
 
     Args:
-        remote: How to read.
+        remote: How to read URLs.
     """
 
     def __init__(self, remote: Remote) -> None:
@@ -36,7 +36,7 @@ class Reader:
         self.forget()
 
     def forget(self) -> None:
-        """Start new threads when they are needed: in a copy, or a process that was forked."""
+        """Forget the threads, which a copy or a forked process does not have; new ones start when needed."""
         self._starting = threading.Lock()
         self._pool: Pool | None = None
 
@@ -48,50 +48,50 @@ class Reader:
         self.forget()
 
     def pool(self) -> Pool:
-        """Return the threads."""
+        """Return the thread pool, created on first use."""
         with self._starting:
             if self._pool is None:
                 self._pool = Pool(self.remote.connections)
             return self._pool
 
     def store(self, url: str) -> Store:
-        """Return what a URL is read from."""
+        """Return the store that reads a URL."""
         protocol = protocol_of(url)
-        # A web session reads from all hosts; of others, host, user and account belong to the file system.
+        # One web session reads from all hosts; other file systems are bound to a host, user or account.
         place = protocol if protocol in _WEB else f"{protocol}://{urlsplit(url).netloc}"
         if place not in self._stores:
             self._stores[place] = (WebStore if protocol in _WEB else Store)(url, self.remote)
         return self._stores[place]
 
     def bytes_of(self, url: str, stamp: Stamp, span: Span) -> bytes | memoryview:
-        """Return bytes of a file, from the cache or by a request.
+        """Return a range of a file's bytes, from the cache or by a request.
 
         Raises:
-            RemoteError: They cannot be read, or the file was changed.
+            RemoteError: The bytes cannot be read, or the file was changed.
         """
         key = f"{url}\n{stamp.size}\n{stamp.mark}\n{span[0]}\n{span[1]}"
-        # Without a mark another file of the same size could not be told from this one.
-        kept = self.cache if stamp.mark else None
-        if kept is None:
+        # Don't cache a file without a version mark: a changed file of the same size would look the same.
+        cache = self.cache if stamp.mark else None
+        if cache is None:
             return self.store(url).fetched(url, stamp, *span)
-        found = kept.get(key)
-        if found is None:
-            with kept.alone(key, self.remote.timeout):
-                found = kept.get(key)  # another process has fetched it meanwhile
-                if found is None:
+        cached = cache.get(key)
+        if cached is None:
+            with cache.alone(key, self.remote.timeout):
+                cached = cache.get(key)  # another process may have fetched it while this one waited
+                if cached is None:
                     data = self.store(url).fetched(url, stamp, *span)
-                    kept.put(key, data)
+                    cache.put(key, data)
                     return data
-        return found
+        return cached
 
 
 class PendingRead:
-    """The bytes of a row group's columns, on their way.
+    """The pending requests for the bytes of a row group's columns.
 
     Args:
-        file: Whose.
+        file: The file.
         group: Number of the row group.
-        columns: Names.
+        columns: Names of the columns.
     """
 
     def __init__(self, file: RemoteFile, group: int, columns: Iterable[str]) -> None:
@@ -103,12 +103,12 @@ class PendingRead:
         ]
 
     def drop(self) -> None:
-        """Fetch no more of it."""
+        """Cancel the requests that have not started."""
         for _, future in self._parts:
             future.cancel()
 
     def parts(self) -> list[tuple[Span, Any]]:
-        """Wait for the bytes.
+        """Wait for the bytes and return them with their spans.
 
         Raises:
             RemoteError: They cannot be read.
@@ -116,7 +116,7 @@ class PendingRead:
         try:
             for _, future in self._parts:
                 while not future.done():
-                    wait([future], 1.0)  # in turns: a Ctrl-C that another thread of the process got is heard here
+                    wait([future], 1.0)  # in short turns, to notice a Ctrl-C whose signal another thread received
             return [(span, future.result()) for span, future in self._parts]
         except BaseException:
             self.drop()
@@ -124,11 +124,11 @@ class PendingRead:
 
 
 class RowGroupPrefetch:
-    """Row groups that are being fetched.
+    """Prefetches the row groups that a pass will open next.
 
     Args:
-        begin: Has a row group fetched, by its number; returns None for one that lies on a local disk.
-        budget: Bytes that may lie here before they are asked for.
+        begin: Requests a row group by its number; returns None for a local one.
+        budget: Bytes to hold before they are needed.
     """
 
     def __init__(self, begin: Callable[[int], PendingRead | None], budget: int) -> None:
@@ -139,7 +139,7 @@ class RowGroupPrefetch:
         self._next: deque[int] = deque()
 
     def follow(self, groups: list[int]) -> None:
-        """Begin a pass that comes to these row groups in this order. Nothing is fetched before the first `take`."""
+        """Begin a pass that opens these row groups in this order; nothing is fetched before the first `take`."""
         with self._lock:
             for coming in self._coming.values():
                 coming.drop()
@@ -147,11 +147,11 @@ class RowGroupPrefetch:
             self._next = deque(groups)
 
     def take(self, number: int, is_open: Callable[[int], bool]) -> PendingRead | None:
-        """Return a row group that is needed now, on its way, and have those fetched that come next.
+        """Return the pending read of a row group that is needed now, and request the next ones within the budget.
 
         Args:
-            number: Of the row group.
-            is_open: Whether a row group was asked for before, and is here.
+            number: Number of the row group.
+            is_open: Returns whether a row group is open already.
         """
         with self._lock:
             taken = self._coming.pop(number, None) or self._begin(number)
@@ -171,11 +171,11 @@ class RemoteFile:
     """A Parquet file at a URL.
 
     Args:
-        url: Of the file.
+        url: URL of the file.
         reader: Fetches its bytes.
 
     Raises:
-        HastenError: It cannot be read, or is no Parquet file.
+        HastenError: The file cannot be read, or is not a Parquet file.
     """
 
     def __init__(self, url: str, reader: Reader) -> None:
@@ -191,28 +191,29 @@ class RemoteFile:
         return shown(self.url)
 
     def begin(self, group: int, columns: Iterable[str]) -> PendingRead:
-        """Have a row group's columns fetched."""
+        """Request columns of a row group."""
         return PendingRead(self, group, columns)
 
     def read(self, group: int, columns: list[str], coming: PendingRead | None = None) -> Any:
-        """Return a row group's columns as a pyarrow Table.
+        """Return columns of a row group as a pyarrow Table.
 
         Args:
-            group: Its number.
-            columns: Names.
-            coming: What `begin` returned, if it was called.
+            group: Number of the row group.
+            columns: Names of the columns.
+            coming: The pending read that `begin` returned, if it was called.
 
         Raises:
-            HastenError: It cannot be read, was changed, or is damaged.
+            HastenError: The file cannot be read, was changed, or is damaged.
         """
         parts = (coming or self.begin(group, columns)).parts()
         return read_group(lambda: _Parts(self, parts), self.metadata, group, list(columns), str(self))
 
     def guarantee(self) -> Any:
-        """Return None: of files from afar, folders say nothing."""
+        """Return None: remote files have no partition columns."""
         return None
 
     def _footer(self, tail: bytes) -> Any:
+        """Return the file's footer, and fetch what is missing of it in `tail`, the file's last bytes."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -233,7 +234,7 @@ class RemoteFile:
 
 
 class _Parts(io.RawIOBase):
-    """A file of which only some parts are here, as pyarrow reads it; what it asks for besides is fetched."""
+    """A file object for pyarrow over the fetched parts of a file; reads outside them fetch the missing bytes."""
 
     def __init__(self, file: RemoteFile, parts: list[tuple[Span, Any]]) -> None:
         self._file = file
@@ -257,12 +258,12 @@ class _Parts(io.RawIOBase):
         start = self._at
         end = self._file.size if size < 0 else min(start + size, self._file.size)
         self._at = max(start, end)
-        found = []
-        for (first, after), data in self._parts:  # in order; a column may lie across two of them
+        chunks = []
+        for (first, after), data in self._parts:  # in file order; a column may cross two parts
             if first <= start < after and start < end:
                 upto = min(after, end)
-                found.append(memoryview(data)[start - first : upto - first])
+                chunks.append(memoryview(data)[start - first : upto - first])
                 start = upto
-        if start < end:  # beyond the columns: old writers left their sizes wrong by a few bytes
-            found.append(memoryview(self._file.reader.bytes_of(self._file.url, self._file.stamp, (start, end))))
-        return bytes(found[0]) if len(found) == 1 else b"".join(found)
+        if start < end:  # outside the planned spans: old writers recorded column sizes a few bytes too small
+            chunks.append(memoryview(self._file.reader.bytes_of(self._file.url, self._file.stamp, (start, end))))
+        return bytes(chunks[0]) if len(chunks) == 1 else b"".join(chunks)

@@ -1,4 +1,4 @@
-"""How files from afar are read: time-outs, retries, connections, and the cache on a local disk."""
+"""The options for reading remote files: timeouts, retries, connections, and the disk cache."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hasten.errors import HastenError
 
 
 class RemoteError(HastenError):
-    """A server or store that cannot be read from: never the fault of one sample, so `on_error` does not hide it."""
+    """A server or store that cannot be read. It is never the fault of one sample, so `on_error` does not apply."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How `ParquetDataset` reads URLs.
+    """Options for reading URLs with `ParquetDataset`.
 
     Args:
-        storage_options: What fsspec's file system is made with: `{"anon": True}` of s3, `{"headers": {...}}` or
-            `{"client_kwargs": {...}}` of http.
-        cache_dir: Where fetched bytes are kept from epoch to epoch and run to run; several processes may share it.
-            None: a folder of this user in the temporary folder.
-        cache_size: Bytes that may lie there; what was used longest ago goes first. 0: nothing is kept. None: 8 GiB,
-            or a quarter of what is free where that is less.
-        connections: Ranges fetched at a time, by each process.
-        timeout: Seconds without a byte after which an attempt is given up. An attempt as a whole has as long again as
-            its bytes take at 64 KiB/s.
-        retries: Attempts after the first, with 0.25 s, 0.5 s, 1 s, ... (at most 8 s, each drawn between half and the
-            whole) between them.
-        ahead: Bytes of row groups fetched before they are asked for.
+        storage_options: Arguments of fsspec's file system: `{"anon": True}` for s3, `{"headers": {...}}` or
+            `{"client_kwargs": {...}}` for http.
+        cache_dir: Folder that keeps fetched bytes between epochs and runs; several processes may share it. None: a
+            folder of this user in the temporary folder.
+        cache_size: Bytes to keep there; the least recently used are evicted first. 0: no cache. None: 8 GiB, or a
+            quarter of the free space if that is less.
+        connections: Ranges that each process fetches at a time.
+        timeout: Seconds without a byte after which an attempt is aborted. A whole attempt may take `timeout` plus the
+            time for its bytes at 64 KiB/s.
+        retries: Attempts after the first, after pauses of 0.25 s, 0.5 s, 1 s, ... (at most 8 s, each shortened by a
+            random factor between 0.5 and 1).
+        ahead: Bytes of row groups to prefetch.
     """
 
     storage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -54,7 +54,7 @@ class Remote:
             raise HastenError(f"Remote(cache_size={self.cache_size!r}) must be a number of bytes, 0 for no cache")
 
     def folder(self) -> Path:
-        """Return where the cache lies."""
+        """Return the cache folder."""
         if self.cache_dir is not None:
             return Path(self.cache_dir)
         return Path(tempfile.gettempdir()) / f"hasten-cache-{os.geteuid()}"

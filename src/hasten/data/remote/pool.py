@@ -1,4 +1,4 @@
-"""Threads that fetch: daemons, so that Ctrl-C does not wait for a server that hangs."""
+"""A pool of daemon threads for fetching, so that Ctrl-C does not wait for a server that hangs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Pool:
-    """A few threads and what they are asked to do, in order.
+    """A few daemon threads that run calls in the order they are submitted.
 
     Args:
-        threads: How many.
+        threads: Number of threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -26,7 +26,7 @@ class Pool:
         weakref.finalize(self, _end, self._work, threads).atexit = False
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a thread call this; its result, or what it raises, is the future's."""
+        """Queue a call; return a future of its result or exception."""
         future: Future[Any] = Future()
         self._work.put((future, call, args))
         return future
@@ -38,11 +38,12 @@ def _end(work: queue.SimpleQueue[_Work | None], threads: int) -> None:
 
 
 def _run(work: queue.SimpleQueue[_Work | None]) -> None:
+    """Run calls in a thread, without a reference to the pool: the pool can be freed, and that ends the thread."""
     while (item := work.get()) is not None:
         future, call, args = item
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call(*args))
-            except BaseException as error:  # raised where the result is asked for
+            except BaseException as error:  # raised again by `future.result()`
                 future.set_exception(error)
-        del item, future, call, args  # else the last result lives until the next work comes
+        del item, future, call, args  # else this frame keeps the last result alive until the next call

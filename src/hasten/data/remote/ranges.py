@@ -1,4 +1,4 @@
-"""Which bytes of a Parquet file hold the columns of a row group, and in which requests to ask for them."""
+"""Plans which bytes of a Parquet file to request for the columns of a row group."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-Span = tuple[int, int]  # first byte, and the one after the last
+Span = tuple[int, int]  # first byte, and end (exclusive)
 
-WASTE = 0.05  # bytes between columns that may be fetched with them, as a part of what is needed
-PART = 8 << 20  # bytes of one request: larger spans are fetched in several at a time
+WASTE = 0.05  # unneeded bytes between columns that may be fetched too, as a share of the needed bytes
+PART = 8 << 20  # most bytes of a request: larger spans are split into parallel requests
 
 
 def spans_of(metadata: Any, group: int, columns: Iterable[str]) -> list[Span]:
-    """Return where the columns of a row group lie, by the file's footer, in the order of the file.
+    """Return the spans of a row group's columns, from the file's footer, in file order.
 
     Args:
         metadata: pyarrow's FileMetaData.
         group: Number of the row group.
-        columns: Names as `read_row_group` takes them: of a column, or of what a nested column begins with.
+        columns: Names as `read_row_group` takes them: of a column, or the first part of a nested column's path.
     """
     wanted = tuple(columns)
     prefixes = tuple(f"{name}." for name in wanted)
@@ -31,18 +31,18 @@ def spans_of(metadata: Any, group: int, columns: Iterable[str]) -> list[Span]:
             start = column.data_page_offset
             if (
                 column.has_dictionary_page and column.dictionary_page_offset
-            ):  # it lies before the data, where there is one
+            ):  # the dictionary page comes before the data
                 start = min(start, column.dictionary_page_offset)
             spans.append((start, start + column.total_compressed_size))
     return sorted(span for span in spans if span[1] > span[0])
 
 
 def merged(spans: Sequence[Span], waste: float = WASTE) -> list[Span]:
-    """Return sorted spans with the narrowest gaps between them closed, as long as those add up to little.
+    """Merge spans across the narrowest gaps between them, to need fewer requests; return the result, sorted.
 
     Args:
-        spans: In order.
-        waste: What all closed gaps may add up to, as a part of the spans' bytes.
+        spans: The spans, sorted.
+        waste: The most bytes of all closed gaps together, as a share of the spans' bytes.
     """
     if not spans:
         return []
@@ -65,7 +65,7 @@ def merged(spans: Sequence[Span], waste: float = WASTE) -> list[Span]:
 
 
 def requests(spans: Sequence[Span], part: int = PART) -> list[Span]:
-    """Return the spans cut into parts of equal size, at most `part` bytes each."""
+    """Split spans into requests of equal size, at most `part` bytes each."""
     cut = []
     for start, end in spans:
         count = -(-(end - start) // part)

@@ -1,4 +1,4 @@
-"""Stores to read files from: any file system of fsspec, watched for files that change."""
+"""Stores to read files from: any fsspec file system, with retries, and checks for files that change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hasten.data.remote.options import Remote, RemoteError
 from hasten.data.remote.tries import PassingError, Tries
 from hasten.errors import HastenError
 
-TAIL = 16 << 10  # bytes of a file's end that are asked for first: most footers are shorter
+TAIL = 16 << 10  # bytes of a file's end to request first: most footers are shorter
 SLOWEST = 64 << 10  # bytes a second below which an attempt is given up
 _MARKS = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
-_inherited: list[Any] = []  # file systems of the process that this one was forked from
+_inherited: list[Any] = []  # file systems inherited from the parent process, kept alive: see Store.system
 _INSTALL = {
     "http": "pip install 'hasten[remote]'",
     "https": "pip install 'hasten[remote]'",
@@ -29,11 +29,11 @@ _INSTALL = {
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """Which version of a file this is.
+    """The version of a file.
 
     Args:
-        size: In bytes.
-        mark: Its ETag, or what else the store says of its version; "" where it says nothing.
+        size: Bytes.
+        mark: Its ETag, or another version mark from the store; "" if the store gives none.
     """
 
     size: int
@@ -41,19 +41,19 @@ class Stamp:
 
 
 def protocol_of(url: str) -> str:
-    """Return what a URL begins with."""
+    """Return a URL's protocol."""
     return url.partition("://")[0].lower()
 
 
 def shown(url: str) -> str:
-    """Return a URL for messages: without a password, and without what signs it."""
+    """Return a URL for messages, without passwords and signatures."""
     parts = urlsplit(url)
     query = "?..." if parts.query else ""
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) + query
 
 
 def gone(url: str) -> RemoteError:
-    """Return the error for a file that is not there."""
+    """Return the error for a missing file."""
     return RemoteError(f"{shown(url)} is not there", "check the URL; it may have been removed")
 
 
@@ -65,7 +65,7 @@ def refused(url: str, why: str) -> RemoteError:
 
 
 def changed(url: str, before: Stamp, now: Stamp | None = None) -> RemoteError:
-    """Return the error for a file that is another one by now."""
+    """Return the error for a file that was changed or replaced."""
     words = "" if now is None else f" (it had {before.size:,} bytes, {before.mark}; now {now.size:,}, {now.mark})"
     return RemoteError(
         f"{shown(url)} was changed or replaced while it is read{words}", "begin again with the files as they are"
@@ -73,14 +73,14 @@ def changed(url: str, before: Stamp, now: Stamp | None = None) -> RemoteError:
 
 
 class Store:
-    """Files of one kind of URL, by fsspec; a process that was forked makes its own connections.
+    """Files at one kind of URL, read through fsspec; a forked process makes new connections.
 
     Args:
-        url: Of one of them: "s3://bucket/train/", "sftp://user@host/train/a.parquet".
-        remote: How to read.
+        url: One of the URLs: "s3://bucket/train/", "sftp://user@host/train/a.parquet".
+        remote: How to read URLs.
 
     Raises:
-        HastenError: fsspec knows no such protocol, or what it needs for it is not installed.
+        HastenError: fsspec does not know the protocol, or a package that it needs is not installed.
     """
 
     def __init__(self, url: str, remote: Remote) -> None:
@@ -104,9 +104,10 @@ class Store:
         self._reset()
 
     def system(self) -> Any:
-        """Return fsspec's file system, this process's own: its connections and thread do not outlive a fork."""
+        """Return this process's fsspec file system: its connections and thread do not survive a fork."""
         if self._process != os.getpid():
-            # Not let go of: to close connections here would take them from the epoll that the parent waits by.
+            # Keep the parent's file system alive: closing its connections here would remove them from the epoll
+            # instance that both processes share.
             _inherited.append(self._system)
             _forget_thread()
             self._reset()
@@ -121,12 +122,12 @@ class Store:
         options = {"skip_instance_cache": True, "use_listings_cache": False, **self.options()}
         try:
             kind = fsspec.get_filesystem_class(self.protocol)
-            options = {**kind._get_kwargs_from_urls(self._url), **options}  # a host, a user, an account
+            options = {**kind._get_kwargs_from_urls(self._url), **options}  # host, user or account from the URL
             return kind(**options)
         except ImportError as error:
             fix = _INSTALL.get(self.protocol, "install what it names")
             raise HastenError(f"{self.protocol}:// cannot be read here: {error}", fix) from None
-        except OSError as error:  # drivers without asyncio connect when they are made
+        except OSError as error:  # synchronous file systems connect when they are created
             raise RemoteError(
                 f"{shown(self._url)} cannot be read: no connection ({error})",
                 "check the URL, the server and the network",
@@ -136,9 +137,9 @@ class Store:
             raise HastenError(f"{self.protocol}:// cannot be read: {error}", fix) from None
 
     def options(self) -> dict[str, Any]:
-        """Return what the file system is made with: the person's own, and what keeps it from trying again by itself.
+        """Return the file system's arguments: the user's, plus options that turn off its own retries.
 
-        botocore draws its pauses from Python's own random numbers, which are the training's.
+        botocore draws the pauses between retries from Python's global generator, which is the training's.
         """
         own = dict(self.remote.storage_options)
         if self.protocol in ("s3", "s3a"):
@@ -146,14 +147,15 @@ class Store:
         return own
 
     def tried(self, url: str, attempt: Callable[[], Any]) -> Any:
-        """Return what `attempt` returns, at last.
+        """Call `attempt`, with retries, and return its result.
 
         Raises:
-            RemoteError: The file is not there or may not be read, or the server fails for too long.
+            RemoteError: The file is missing or may not be read, or the server fails for too long.
         """
         return self.tries.until_it_works(shown(url), lambda: self._sorted_out(url, attempt))
 
     def _sorted_out(self, url: str, attempt: Callable[[], Any]) -> Any:
+        """Call `attempt` once, and sort its errors into `PassingError` (to retry) and `RemoteError` (final)."""
         try:
             return attempt()
         except (PassingError, HastenError):
@@ -164,17 +166,17 @@ class Store:
             raise refused(url, str(error) or type(error).__name__) from None
         except (ImportError, TypeError, ValueError) as error:
             raise RemoteError(f"{shown(url)} cannot be read: {error}", "check Remote(storage_options=...)") from error
-        except Exception as error:  # whatever a store's library raises
-            status = getattr(error, "status", None)  # of an answer by HTTP
+        except Exception as error:  # a store's library may raise anything
+            status = getattr(error, "status", None)  # HTTP status
             if "credential" in type(error).__name__.lower() or status in (401, 403, 407):
                 raise refused(url, str(error)) from None
             raise PassingError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
     def opened(self, url: str) -> tuple[Stamp, bytes]:
-        """Return which version of a file is there, and what of its end came with the answer.
+        """Return a file's version, and the bytes of its end that came with the response (here none).
 
         Raises:
-            RemoteError: It cannot be read.
+            RemoteError: The file cannot be read.
         """
         stamp: Stamp = self.tried(url, lambda: self._stamp(url))
         return stamp, b""
@@ -188,23 +190,23 @@ class Store:
         return Stamp(int(info["size"]), next((str(info[name]) for name in _MARKS if info.get(name)), ""))
 
     def fetched(self, url: str, stamp: Stamp, start: int, end: int) -> bytes:
-        """Return bytes of a file, if it is still the same.
+        """Return a range of a file's bytes, if the file is unchanged.
 
         Args:
             url: The file.
-            stamp: Which version of it.
+            stamp: The expected version.
             start: The first byte.
-            end: The one after the last.
+            end: The end (exclusive).
 
         Raises:
-            RemoteError: It cannot be read, or was changed.
+            RemoteError: The file cannot be read, or was changed.
         """
         data: bytes = self.tried(url, lambda: self._fetched(url, stamp, start, end))
         return data
 
     def _fetched(self, url: str, stamp: Stamp, start: int, end: int) -> bytes:
         data = self.called("cat_file", url, start=start, end=end, seconds=(end - start) / SLOWEST)
-        now = self._stamp(url)  # asked for after the bytes, so they are of this version
+        now = self._stamp(url)  # after the bytes: if it is still the expected version, so are the bytes
         if now != stamp:
             raise changed(url, stamp, now)
         if len(data) != end - start:
@@ -212,7 +214,7 @@ class Store:
         return bytes(data)
 
     def called(self, method: str, *args: Any, seconds: float = 0.0, **options: Any) -> Any:
-        """Call a method of the file system, with a limit of time where that works by asyncio."""
+        """Call a method of the file system, with a time limit if it is asynchronous."""
         system = self.system()
         if not getattr(system, "async_impl", False):
             return getattr(system, method)(*args, **options)
@@ -221,7 +223,7 @@ class Store:
         return sync(system.loop, getattr(system, f"_{method}"), *args, timeout=self.remote.timeout + seconds, **options)
 
     def listed(self, url: str) -> list[str]:
-        """Return the files that a pattern or folder means, sorted.
+        """Return the sorted URLs of a folder's or pattern's files.
 
         Raises:
             RemoteError: They cannot be listed.
@@ -238,7 +240,7 @@ class Store:
 
 
 def _forget_thread() -> None:
-    """Let fsspec start a new thread: a fork does not take threads along, and old versions do not notice."""
+    """Let fsspec start a new event-loop thread: threads do not survive a fork, which old versions do not notice."""
     from fsspec import asyn
 
     if asyn.iothread[0] is not None and not asyn.iothread[0].is_alive():

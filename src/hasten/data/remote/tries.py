@@ -1,4 +1,4 @@
-"""Trying again: what may pass is tried again in bounded time, and what will not is said at once."""
+"""Retries: errors that may pass are retried within a bounded time, and others are raised at once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hasten.messages import warn
 T = TypeVar("T")
 
 _FIRST, _LONGEST = 0.25, 8.0  # seconds between attempts
-_ASKED = 30.0  # seconds that a server may ask to wait for
+_ASKED = 30.0  # longest wait, in seconds, that a server's Retry-After may ask for
 _QUIET = 60.0  # seconds between warnings
-_STRANGERS = 3  # attempts at a host that never answered: its name may be wrong
-_draw = random.Random()  # not the training's: a wait must not move its random numbers
-_told = [-_QUIET]
+_STRANGERS = 3  # attempts at a host that never answered, whose name may be wrong
+_draw = random.Random()  # a separate generator, so that retries do not move the training's random numbers
+_told = [-_QUIET]  # time of the last warning
 
 
 class PassingError(Exception):
-    """An attempt that failed, and of which the next may not.
+    """A failed attempt that may succeed when repeated.
 
     Args:
         reason: What happened.
-        wait: Seconds the server asks to wait.
-        unknown: The host was not reached at all.
+        wait: Seconds that the server asks to wait.
+        unknown: Whether the host was not reached at all.
     """
 
     def __init__(self, reason: str, wait: float = 0.0, unknown: bool = False) -> None:
@@ -37,10 +37,10 @@ class PassingError(Exception):
 
 
 class Tries:
-    """Attempts at one server or store.
+    """Retries requests to one server or store.
 
     Args:
-        remote: How often and how long.
+        remote: The number of retries.
     """
 
     def __init__(self, remote: Remote) -> None:
@@ -48,11 +48,11 @@ class Tries:
         self._answered = False
 
     def until_it_works(self, name: str, attempt: Callable[[], T]) -> T:
-        """Return what an attempt returns.
+        """Call `attempt` until it succeeds, with growing pauses; return its result.
 
         Args:
-            name: What is read, for messages.
-            attempt: Raises `PassingError` where another one may succeed.
+            name: Name of the file, for messages.
+            attempt: Raises `PassingError` if another attempt may succeed.
 
         Raises:
             RemoteError: All attempts failed.
@@ -80,7 +80,7 @@ class Tries:
         )
 
     def _tell(self, name: str, reason: str, number: int, most: int) -> None:
-        """Warn of a server that fails again and again, once a minute."""
+        """Warn of a server that fails repeatedly, at most once a minute."""
         if number < 2:
             return
         if time.monotonic() - _told[0] < _QUIET:

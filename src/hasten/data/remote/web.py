@@ -1,4 +1,4 @@
-"""Files on web servers: each answer is checked for its range, its length and the version of the file."""
+"""Files on web servers. Each response is checked for its range, its length and the file's version."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, gone
 from hasten.data.remote.tries import PassingError
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
-_PASSING = (408, 425, 429)  # and all of 500 and more: not yet, too often, out of order
-_TWICE = 0.04  # part of the requests that may be made twice, so that bytes stay below 1.1 times those used
-_LATE = 0.5  # seconds within which no answer is late
-_KNOWN = 4  # answers after which it is known how long they take
-_NO_SUFFIX = (200, 400, 416, 501)  # what servers answer that do not know "the last N bytes"
+_PASSING = (408, 425, 429)  # status codes worth a retry, in addition to those from 500 on
+_TWICE = 0.04  # share of requests that may be sent twice, so that fetched bytes stay below 1.1 times those used
+_LATE = 0.5  # seconds within which no response counts as late
+_KNOWN = 4  # responses after which the usual time is known
+_NO_SUFFIX = (200, 400, 416, 501)  # responses of servers that do not support "the last N bytes"
 
 
 class WebStore(Store):
-    """Files of http and https, by fsspec's session of aiohttp."""
+    """Files at http and https URLs, read through fsspec's aiohttp session."""
 
     def _reset(self) -> None:
         super()._reset()
-        self._took: deque[float] = deque(maxlen=64)  # seconds of the latest answers
+        self._took: deque[float] = deque(maxlen=64)  # seconds of the latest responses
         self._asked = self._twice = 0
 
     def options(self) -> dict[str, Any]:
-        """Return the person's own, and proxies and passwords of the environment, as curl takes them."""
+        """Return the user's options, with proxies and passwords taken from the environment, as curl does."""
         own = super().options()
         return {**own, "client_kwargs": {"trust_env": True, **own.get("client_kwargs", {})}}
 
     def opened(self, url: str) -> tuple[Stamp, bytes]:
-        """Return which version is there, and the file's last bytes: one request asks for both.
+        """Return the file's version and its last bytes, by one request.
 
-        HEAD is not asked for: URLs signed for GET refuse it.
+        It uses no HEAD request, which URLs signed for GET refuse.
 
         Raises:
-            RemoteError: It cannot be read, or the server gives no ranges.
+            RemoteError: The file cannot be read, or the server does not support ranges.
         """
         status, headers, body = self.tried(url, lambda: self._ask(url, f"-{TAIL}", TAIL))
-        if status in _NO_SUFFIX:
+        if status in _NO_SUFFIX:  # ask for the first byte instead, only to learn the size; the caller reads the footer
             status, headers, body = self.tried(url, lambda: self._ask(url, "0-0", 1))
             body = b""
         part = _RANGE.fullmatch(headers.get("Content-Range", ""))
@@ -71,7 +71,7 @@ class WebStore(Store):
         return body
 
     def listed(self, url: str) -> list[str]:
-        """Return the files that a pattern or folder means, sorted, by the links of the folder's page.
+        """Return the sorted URLs of a folder's or pattern's files, from the links on the folder's page.
 
         Raises:
             RemoteError: There is no such page, or the pattern names more than one folder.
@@ -86,11 +86,11 @@ class WebStore(Store):
         return sorted(link for link in links if fnmatch.fnmatchcase(link.partition("?")[0].rpartition("/")[2], pattern))
 
     def _ask(self, url: str, span: str, most: int) -> tuple[int, Any, bytes]:
-        """Ask for a range once; return status, headers and, of a range, the body.
+        """Request a range once; return status, headers and, for a range, the body.
 
         Raises:
-            PassingError: No answer, or one that may pass.
-            RemoteError: One that will not.
+            PassingError: There was no response, or an error that may pass.
+            RemoteError: The server's error will not pass.
         """
         import aiohttp
         from fsspec.asyn import sync
@@ -119,9 +119,10 @@ class WebStore(Store):
         return status, headers, body
 
     async def _answer(self, system: Any, url: str, span: str, most: int) -> tuple[int, Any, bytes, str]:
-        """Ask; where an answer takes far longer than others did, ask once more beside it. The first that comes counts.
+        """Send a request and, if it takes far longer than usual, a second one; return the first response.
 
-        One silent connection would else hold up the pass until its time-out (Dean and Barroso, "The Tail at Scale").
+        Without that, one silent connection would stall the pass until its timeout (hedged requests: Dean and Barroso,
+        "The Tail at Scale").
         """
         self._asked += 1
         tasks = [asyncio.ensure_future(self._once(system, url, span, most))]
@@ -132,7 +133,7 @@ class WebStore(Store):
                 tasks.append(asyncio.ensure_future(self._once(system, url, span, most)))
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if pending and all(task.exception() for task in done):
-                done, _ = await asyncio.wait(pending)  # one failed, the other may not
+                done, _ = await asyncio.wait(pending)  # the first failed, but the other may succeed
             return min(done, key=lambda task: task.exception() is not None).result()
         finally:
             for task in tasks:
@@ -140,7 +141,7 @@ class WebStore(Store):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _patience(self) -> float | None:
-        """Seconds after which an answer is late; None before it is known how long they take."""
+        """Return the seconds after which a response is late; None until the usual time is known."""
         if len(self._took) < _KNOWN:
             return None
         return max(_LATE, 3 * sorted(self._took)[len(self._took) * 9 // 10])
@@ -151,14 +152,14 @@ class WebStore(Store):
         limit, began = self.remote.timeout, time.monotonic()
         session = await system.set_session()
         options = dict(system.kwargs)
-        # A packed answer would have other bytes than the file at the same places.
+        # No compression: ranges of a compressed response are not ranges of the file.
         headers = {**options.pop("headers", {}), "Range": f"bytes={span}", "Accept-Encoding": "identity"}
         options["timeout"] = aiohttp.ClientTimeout(total=limit + most / SLOWEST, sock_connect=limit, sock_read=limit)
         async with session.get(system.encode_url(url), headers=headers, **options) as answer:
             if answer.status == 206:
                 body = await answer.read()
                 self._took.append(time.monotonic() - began)
-            else:  # a whole file, perhaps of many gigabytes, or words about an error
+            else:  # don't read it: an error page, or the whole file of perhaps many gigabytes
                 body = b""
                 answer.close()
             return answer.status, answer.headers, body, answer.reason or ""
@@ -169,4 +170,4 @@ def _mark(headers: Any) -> str:
 
 
 def _seconds(text: str) -> float:
-    return float(text) if text.isdigit() else 0.0  # or a date, which no store sends
+    return float(text) if text.isdigit() else 0.0  # Retry-After may also be a date, which no store sends
