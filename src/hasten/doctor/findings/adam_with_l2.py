@@ -1,4 +1,4 @@
-"""Adam is given `weight_decay`, whose effect it divides by the size of the gradients.
+"""Adam divides `weight_decay` by the size of the gradients, which weakens it.
 
 ## Why it is slow
 

@@ -66,11 +66,11 @@ class DebugToolsOn(Rule):
         steps = max(1, evidence.steps)
         events = [event for event in evidence.events_of("anomaly", "profiler") if event.steps >= steps / 2]
         events += [event for event in evidence.events_of("gradcheck") if event.count]
-        found = {event.kind: event.where for event in events}
+        places = {event.kind: event.where for event in events}
         if not evidence.events:  # calls were not recorded: only the global switches are known
-            found |= {"anomaly": ""} if evidence.flags.anomaly else {}
-            found |= {"profiler": ""} if evidence.flags.profiler else {}
-        if not found:
+            places |= {"anomaly": ""} if evidence.flags.anomaly else {}
+            places |= {"profiler": ""} if evidence.flags.profiler else {}
+        if not places:
             return None
         names = {"anomaly": "anomaly detection", "profiler": "a profiler", "gradcheck": "gradcheck"}
         cures = {
@@ -78,22 +78,22 @@ class DebugToolsOn(Rule):
             "profiler": "the profiler out, or give it a schedule that ends",
             "gradcheck": "gradcheck out of the training loop",
         }
-        tried = [trial for trial in evidence.measured_for(cls.name) if trial.where in found and trial.calls]
+        tried = [trial for trial in evidence.measured_for(cls.name) if trial.where in places and trial.calls]
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
         live: tuple[str, ...] = ()
         worth, how_known = share_of(evidence, seconds + _of_tools(evidence, tried)), HowKnown.ESTIMATED
-        if set(found) == {"anomaly"}:  # the cure switches only anomaly detection, so other tools' cost would be lost
+        if set(places) == {"anomaly"}:  # the cure switches only anomaly detection, so other tools' cost would be lost
             worth, how_known, live = switched(evidence, cls.name, worth, how_known)
-        first = next((place for place in found.values() if place), "")
+        first = next((place for place in places.values() if place), "")
         return cls.finding(
-            f"{' and '.join(names[kind] for kind in found)} left on in the training",
-            f"take {' and '.join(cures[kind] for kind in found)}",
+            f"{' and '.join(names[kind] for kind in places)} left on in the training",
+            f"take {' and '.join(cures[kind] for kind in places)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
             worth or None,
             how_known,
             place=first,
             details=(*live, *map(in_words, tried)),
-            setting="true" if "anomaly" in found else "",
+            setting="true" if "anomaly" in places else "",
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The GPU begins each step with the copy of its batch.
+"""Each step begins with a copy of its batch, during which the GPU computes nothing.
 
 ## Why it is slow
 

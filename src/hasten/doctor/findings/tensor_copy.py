@@ -1,4 +1,4 @@
-"""`torch.tensor()` copies an array, a tensor or a long list.
+"""`torch.tensor()` copies an array or a tensor, or converts a long list.
 
 ## Why it is slow
 

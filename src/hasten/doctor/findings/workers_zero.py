@@ -1,4 +1,4 @@
-"""The training process makes its batches itself and computes nothing during that time.
+"""The training process makes its batches itself and computes nothing in the meantime.
 
 ## Why it is slow
 
