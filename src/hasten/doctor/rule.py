@@ -58,6 +58,7 @@ class Rule:
     sources: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        """Take name, docstring and sources from the file, so that a rule states each of them only once."""
         cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2])
         cls.__doc__ = cls.__doc__ or cls.what()
         cls.sources = tuple(re.findall(r"^- (.+)$", cls.section("Source"), re.MULTILINE))

@@ -108,9 +108,10 @@ def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth
     """
     if len(steps) < _POINTS or steps[-1] - steps[0] < span or held[-1] - held[0] < _GROWN:
         return None
-    if len(set(held)) < len(held) // 2:  # a few jumps are no line
+    if len(set(held)) < len(held) // 2:  # mostly repeated values: a few jumps, not a line
         return None
     slope = statistics.linear_regression(steps, held).slope
+    # A cache that fills slows down towards the end; a leak grows in the last third as it did on average.
     third = len(steps) // 3
     late = (held[-1] - held[-1 - third]) / max(1, steps[-1] - steps[-1 - third])
     early = (held[third] - held[0]) / max(1, steps[third] - steps[0])

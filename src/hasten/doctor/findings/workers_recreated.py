@@ -67,6 +67,8 @@ class WorkersRecreated(Rule):
             start = epoch_start(evidence, loader) if loader.num_workers and not loader.persistent_workers else None
             if start is None or loader.role == "unused":
                 continue
+            # `iter(loader)` returns once forked workers run, so their start is measured. Workers of other start methods
+            # come up later, while the first batch is waited for: their share is an estimate.
             worth = opening_share(evidence, loader, start)
             yield cls.timed(
                 f"the {loader.num_workers} workers are restarted for each pass, which takes "
