@@ -1,4 +1,9 @@
-"""The base class of findings: one class in one file of `doctor/findings`."""
+"""Base class of the rules that make findings: each file of `doctor/findings` holds one subclass.
+
+A rule looks at the evidence of a run (`run`), at the source code of a script (`code`), or at both. `findings` calls
+`run` unless the run had the cure installed already; `holds` drops findings from the source that the run disproves.
+The docstring of the rule's file is the page of its finding, which the docs, SARIF and `hasten findings` show.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +22,28 @@ if TYPE_CHECKING:
     from hasten.plan import Setting
 
 SECTIONS = ("Why it is slow", "How it is known", "Example", "Use instead", "When the repair is safe", "Source")
-"""Of a finding's page, in this order; "How it is known" may be missing where the code alone shows it."""
+"""Sections of a finding's page, in this order; "How it is known" may be missing if the code alone shows it."""
 
 
 class Rule:
-    """One thing that may be wrong with a training.
+    """A rule: it detects one kind of problem in a training and returns it as findings.
 
-    A subclass has `run`, `code` or both, in a file named after the finding. The file's docstring is its page: one
-    sentence that says what it is, then the sections of `SECTIONS`. docs/findings.md and SARIF's help come from it.
+    A subclass overrides `run`, `code` or both, in a file named after the finding. The file's docstring is its page: one
+    sentence that describes the problem, then the sections of `SECTIONS`. It becomes part of docs/findings.md and the
+    rule's help in SARIF.
 
     Attributes:
-        name: Of its findings, as in `# hasten: ignore[name]`: the name of its file.
-        cure: The technique that cures it without a change of code; None: only a change of code does.
-        tried: The setting of `cure` that doctor switches on and off in a running training, to measure the worth;
-            None: none.
-        severity: Of what is read from code, where nothing is measured: LOW for what costs time, NOTE for what does not.
-        may_change: What a mend may do to the results, said by `hasten fix`; "" where they stay the same.
-        gpu_only: It is true of a training on a GPU only: seen in a run, and read from code.
-        of_optimizer: Read from code, it is about an optimizer: not true of a run in which that one was not built.
-        placed_by_code: The run knows where it showed, the code where it was made.
-        gives_way: It says only that a line takes time: left out where another finding says why.
-        sources: Guides and papers, from the file's docstring.
+        name: Name of its findings, as in `# hasten: ignore[name]`; by default the name of its file.
+        cure: The technique that removes the problem without a change of code; None if only a change of code does.
+        tried: The setting of `cure` that doctor switches on and off in a running training to measure the worth; None
+            if the cure is not switched.
+        severity: Severity of findings from code, where nothing is measured: LOW if they cost time, NOTE if not.
+        may_change: How a repair may change results, as `hasten fix` reports it; "" if results stay the same.
+        gpu_only: The problem exists only in a training on a GPU; findings from runs and from code depend on it.
+        of_optimizer: Findings from code are about an optimizer and do not hold if the run never built it.
+        placed_by_code: Report the line found in the code, which causes the problem; the run has the line that shows it.
+        gives_way: The finding only says that a line takes time, so it is dropped if another finding says why.
+        sources: Guides and papers, taken from the page's section "Source".
     """
 
     name: ClassVar[str]
@@ -52,20 +58,21 @@ class Rule:
     sources: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
+        """Take name, docstring and sources from the file, so that a rule states each of them only once."""
         cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2])
         cls.__doc__ = cls.__doc__ or cls.what()
         cls.sources = tuple(re.findall(r"^- (.+)$", cls.section("Source"), re.MULTILINE))
 
-    # -- what it finds ---------------------------------------------------------------------------------
+    # -- detecting the problem -------------------------------------------------------------------------
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | Iterable[Finding | None] | None:
-        """Return what a run's evidence shows, with its figures; None is nothing."""
+        """Return the findings that the evidence of a run shows, with their figures; None if there are none."""
         return None
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Return what a file of source code shows."""
+        """Return the problems that a file of source code shows."""
         return ()
 
     @classmethod
@@ -85,9 +92,9 @@ class Rule:
         """Return a finding of this rule.
 
         Args:
-            what, fix, severity, worth, how_known, where, details: As of `Finding`.
-            place: `file:line`, or "".
-            setting: The cure's, as it would stand in a plan; "" where the cure does not help.
+            what, fix, severity, worth, how_known, where, details: As in `Finding`.
+            place: `file:line`, or "" if unknown.
+            setting: The setting of the cure, as written in a plan; "" if the cure does not help.
         """
         file, line = split_place(place)
         cure = cls.cure.name if setting and cls.cure is not None else ""
@@ -108,8 +115,8 @@ class Rule:
         details: tuple[str, ...] = (),
         setting: str = "",
     ) -> Finding | None:
-        """Return a finding about time, as `finding` does; None where it is worth less than 1 % of the step."""
-        if not worth >= LEAST:
+        """Return a finding about time, as `finding` does; None if it is worth less than 1 % of the step."""
+        if not worth >= LEAST:  # NaN is not worth a finding either
             return None
         worth = min(1.0, worth)
         more = {"place": place, "where": where, "setting": setting}
@@ -119,7 +126,11 @@ class Rule:
     def switched(
         cls, evidence: Evidence, what: str, fix: str, worth: float, how_known: HowKnown, *, setting: str
     ) -> Finding | None:
-        """Return a finding as `timed` does, by what switching the cure in the run, or trying it on layers, showed."""
+        """Return a finding as `timed` does, corrected by the gain that was measured for the cure.
+
+        The gain comes from switching the cure on and off during the run. Trials on single layers after the run give
+        the place and the details.
+        """
         tried = evidence.measured_for(cls.name)
         worth, how_known, live = switched(evidence, cls.name, worth, how_known)
         return cls.timed(
@@ -135,40 +146,41 @@ class Rule:
 
     @classmethod
     def findings(cls, evidence: Evidence) -> list[Finding]:
-        """Return what `run` finds, as a list; nothing where the run had the cure installed, or it needs a GPU.
+        """Return the findings of `run` as a list; empty if the cure was installed, or for lack of the GPU it needs.
 
-        Evidence tells what the script asks for: with a plan that has `set_to_none`, the script's own
-        `zero_grad(set_to_none=False)` is still seen.
+        Evidence records what the script asks for, even if a technique overrides it: with a plan that has
+        `set_to_none`, the script's own `zero_grad(set_to_none=False)` is still there.
         """
         if cls.is_cured(evidence) or (cls.gpu_only and not on_gpu(evidence)):
             return []
         found = cls.run(evidence)
         several = [found] if isinstance(found, Finding) else list(found or ())
-        return [one for one in several if one is not None]
+        return [finding for finding in several if finding is not None]
 
     @classmethod
     def is_cured(cls, evidence: Evidence) -> bool:
-        """Whether the cure acted in this run, by a plan, and left nothing alone."""
+        """Return whether a plan applied the cure in this run, and to everything."""
+        # "2 loaders" if it acted on everything, "process, left alone: Net: a reason" if it skipped something.
         did = evidence.installed.get(cls.cure.name, "") if cls.cure is not None else ""
         return bool(did) and "left alone" not in did
 
     @classmethod
     def seen_in(cls) -> tuple[str, ...]:
-        """Return how it is seen: "run", "code" or both."""
+        """Return the ways in which the rule detects its problem: "run", "code" or both."""
         ways = {"run": cls.run.__func__ is not Rule.run.__func__, "code": cls.code.__func__ is not Rule.code.__func__}  # type: ignore[attr-defined]
-        return tuple(way for way, there in ways.items() if there)
+        return tuple(way for way, overridden in ways.items() if overridden)
 
-    # -- what was read from code, beside a run ---------------------------------------------------------
+    # -- findings from code, checked against a run -----------------------------------------------------
 
     @classmethod
     def holds(cls, finding: Finding, evidence: Evidence) -> bool:
-        """Whether what was read from the code may be true of this run: what the run disproves is not shown."""
+        """Return whether a finding from code may be true of this run; False if the run disproves it."""
         if cls.gpu_only and (evidence.step_phases or evidence.unfinished) and not on_gpu(evidence):
             return False
         if not cls.of_optimizer or not evidence.step_phases or evidence.listened != "doctor":
             return True
-        # An optimizer that is gone when the script ends may not be known. Where the run was cut, all were still there;
-        # and where none is known, none was there when the first step was over.
+        # An optimizer deleted before the script ended may be missing from the evidence. That cannot be if doctor ended
+        # the run, with all optimizers alive. If the evidence has no optimizer, none was alive after the first step.
         if evidence.ended != "complete" and evidence.optimizers:
             return True
         return any(same_place(finding, *split_place(optimizer.where)) for optimizer in evidence.optimizers)
@@ -177,14 +189,14 @@ class Rule:
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Whether the finding may be given once its cure was tried; as a rule: whether it is, untried."""
+        """Return whether trying the cure may lead to a finding. By default: whether there is one without trying."""
         return any(finding.worth is not None for finding in cls.findings(evidence))
 
     @classmethod
     def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
-        """Return what is to be switched on and off, all at once, to measure the worth: techniques with settings.
+        """Return the techniques to switch on and off together to measure the worth, with their settings.
 
-        Empty where the finding cannot be given, or its cure cannot be tried.
+        Empty if there can be no finding, or if its cure cannot be tried.
         """
         if cls.cure is None or cls.tried is None or not cls.may_help(evidence):
             return {}
@@ -202,16 +214,17 @@ class Rule:
 
     @classmethod
     def what(cls) -> str:
-        """Return the page's first paragraph: what the finding is."""
+        """Return the page's first paragraph, which describes the problem, in one line."""
         return " ".join(cls.page().partition("\n\n")[0].split())
 
     @classmethod
     def section(cls, title: str) -> str:
-        """Return the text of one of its page's sections, "" where it has none."""
+        """Return the text of a section of the page; "" if the page has no such section."""
         _, _, rest = f"\n{cls.page()}\n".partition(f"\n## {title}\n")
         return rest.partition("\n## ")[0].strip()
 
 
 def same_place(finding: Finding, file: str, line: int) -> bool:
-    """Whether a finding stands at a place, or a few lines from it: a call may go over several."""
+    """Return whether a finding is at a place, or within three lines of it: a call may span several lines."""
+    # Only file names are compared: one path may be relative, the other absolute.
     return abs(finding.line - line) <= 3 and finding.file.rpartition("/")[2] == file.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""All that doctor finds: one file a finding, which is found here by being there."""
+"""The catalogue of findings: each other file of this folder holds one rule and registers itself by being here."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from hasten.techniques import CATALOGUE
 
 
 def _in(module: str) -> type[Rule]:
-    """Return the one rule of a file.
+    """Return the rule that a module of this package defines.
 
     Raises:
-        TypeError: The file holds none, or more than one.
+        TypeError: The module defines none, or more than one.
     """
-    there = vars(importlib.import_module(f"{__name__}.{module}")).values()
-    own = [one for one in there if isinstance(one, type) and issubclass(one, Rule) and one.__module__.endswith(module)]
-    if len(own) != 1:
+    members = vars(importlib.import_module(f"{__name__}.{module}")).values()
+    # The module also imports Rule, which must not count.
+    rules = [
+        cls for cls in members if isinstance(cls, type) and issubclass(cls, Rule) and cls.__module__.endswith(module)
+    ]
+    if len(rules) != 1:
         raise TypeError(f"doctor/findings/{module}.py must hold one Rule")
-    return own[0]
+    return rules[0]
 
 
 FINDINGS: dict[str, type[Rule]] = {module.name: _in(module.name) for module in pkgutil.iter_modules(__path__)}
-"""Every finding by its name, in alphabetical order."""
+"""The rules by the name of their finding, in alphabetical order."""
 IN_CODE = tuple(name for name, rule in FINDINGS.items() if "code" in rule.seen_in())
-"""Those that are read from source code."""
+"""Names of the findings that can be read from source code."""
 
 
 def switched() -> dict[str, Setting]:
-    """Return the cures that are switched on and off in a running training, with their settings, in plan order."""
+    """Return the techniques to switch on and off in a running training, with their settings, in plan order."""
     cures = {rule.cure.name: rule.tried for rule in FINDINGS.values() if rule.cure is not None}
     return {name: tried for name in CATALOGUE if (tried := cures.get(name)) is not None}
 

@@ -1,17 +1,17 @@
-"""Gradients of several batches are added up before a step, although memory has room for a larger batch.
+"""Gradients are accumulated over several batches although a larger batch would fit in memory.
 
 ## Why it is slow
 
-Accumulation gives the gradient of a large batch in the memory of a small one. Where memory is free it gives nothing:
-each small batch pays again for launching kernels, the Python of a step, the exchange of gradients, and leaves cores
-without work.
+Gradient accumulation gives the gradient of a large batch in the memory of a small one. Where memory is free it gains
+nothing: each small batch pays again for kernel launches, the Python of a step and the gradient exchange, and leaves
+cores idle.
 
 ## How it is known
 
-Batches and optimizer steps are counted. The larger batch's peak is an upper bound: all that was held at the peak, but
-for weights and their gradients, is counted as if it grew with the batch, and it has to stay below 80 % of a GPU's
-memory, or half of the machine's. How much faster the larger batch is was not measured: the finding is a note, and
-`hasten batch` measures it.
+hasten counts the batches and the optimizer steps. It bounds the larger batch's peak memory from above: everything held
+at the peak except weights and their gradients is assumed to grow with the batch. This bound must stay below 80 % of
+the GPU's memory, or below half of the machine's memory on a CPU. The speed of the larger batch is not measured, so the
+finding is a note; `hasten batch` measures it.
 
 ## Example
 
@@ -36,9 +36,10 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Where the loss is a mean over samples: the gradient is the same but for rounding. BatchNorm sees the larger batch, and a
-mean over tokens or over labelled samples weighs small batches as much as large ones under accumulation, and not in one
-batch. Batches of one sample whose shapes differ cannot be joined, and are left alone.
+Safe where the loss is a mean over samples: the gradient is the same except for rounding. Two cases change results.
+BatchNorm normalises over the larger batch. A mean over tokens or over labelled samples gives every small batch the
+same weight under accumulation, but not in one large batch. Batches of one sample whose shapes differ cannot be joined
+and are not reported.
 
 ## Source
 
@@ -53,34 +54,37 @@ from hasten.evidence import Evidence, Finding, Severity
 from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.weigh import on_gpu, peak_memory, weight_bytes
 
-_FEWEST = 3  # optimizer steps from which their number says how many batches go into one
-_ON_GPU, _ON_CPU = 0.8, 0.5  # of the memory: a GPU's is the training's alone
+_FEWEST = 3  # optimizer steps needed before their count tells how many batches go into each
+# Share of the memory that the larger batch may fill: a GPU's memory is the training's alone, a machine's is shared.
+_ON_GPU, _ON_CPU = 0.8, 0.5
 
 
 class AccumulationNeedless(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if a larger batch fits in memory and replaces at least part of the accumulation."""
         loader, added = evidence.train_loader, _batches_a_step(evidence)
         if loader is None or not loader.batch_size or added < 2 or _cannot_be_joined(evidence, loader):
             return None
-        whole, peak = peak_memory(evidence)
-        growing = peak - sum(weight_bytes(evidence))  # these are there at the peak, and do not grow with a batch
-        if whole <= 0 or peak <= 0 or growing <= 0:
+        total, peak = peak_memory(evidence)
+        # Weights and gradients do not grow with the batch. What else was held at the peak might, so count all of it.
+        growing = peak - sum(weight_bytes(evidence))
+        if total <= 0 or peak <= 0 or growing <= 0:
             return None
         share = _ON_GPU if on_gpu(evidence) else _ON_CPU
-        most = int((share * whole - peak) / growing) + 1  # times the batch: each adds all that may grow
+        most = int((share * total - peak) / growing) + 1  # batches that fit: each further one adds `growing`
         if loader.samples:
             most = min(most, loader.samples // loader.batch_size)
-        times = max(one for one in range(1, added + 1) if added % one == 0 and one <= max(1, most))
+        # Join a divisor of the accumulated batches, so that an optimizer step still sees the same number of samples.
+        times = max(factor for factor in range(1, added + 1) if added % factor == 0 and factor <= max(1, most))
         if times < 2:
             return None
         larger, bound = times * loader.batch_size, peak + (times - 1) * growing
         rest = f" and add up {added // times}" if times < added else ", without accumulation"
-        norms = sum(count for one in evidence.models for kind, count in one.layers.items() if "BatchNorm" in kind)
+        norms = sum(count for model in evidence.models for kind, count in model.layers.items() if "BatchNorm" in kind)
         return cls.finding(
             f"gradients of {added} batches of {loader.batch_size} are added up before each optimizer step, and memory "
-            f"has room for {larger} at once: {bound / 2**30:.1f} of {whole / 2**30:.1f} GiB at most",
+            f"has room for {larger} at once: {bound / 2**30:.1f} of {total / 2**30:.1f} GiB at most",
             f"use batches of {larger}{rest}, with the loss divided by as many; `hasten batch` says how fast that is",
             Severity.NOTE,
             place=loader.where,
@@ -89,15 +93,19 @@ class AccumulationNeedless(Rule):
 
 
 def _batches_a_step(evidence: Evidence) -> int:
-    """Return how many batches go into an optimizer step; 1 where that is not one number, or not known."""
-    stepped = [one.steps for one in evidence.optimizers if one.steps]
+    """Return the number of batches per optimizer step; 1 if it is unknown or if several optimizers step."""
+    stepped = [optimizer.steps for optimizer in evidence.optimizers if optimizer.steps]
+    # Two optimizers that take turns (a GAN) step once in two batches each, without any accumulation.
     if evidence.step_of != "batch" or len(stepped) != 1 or stepped[0] < _FEWEST:
-        return 1  # two that step in turn, as of a GAN, step once in two batches each
-    early = [loss for place, loss in enumerate(evidence.losses) if evidence.number(place) < 200]  # all are kept there
+        return 1
+    # Only the first 200 losses are kept without gaps. A batch without a loss had no backward: dividing the number of
+    # batches by that of optimizer steps would then count skipped batches as accumulated ones.
+    early = [loss for index, loss in enumerate(evidence.losses) if evidence.number(index) < 200]
     went_backward = sum(loss is not None for loss in early)
+    # Rounded: a GradScaler skips some optimizer steps.
     return round(evidence.steps / stepped[0]) if went_backward >= 0.9 * len(early) else 1
 
 
 def _cannot_be_joined(evidence: Evidence, loader: LoaderFacts) -> bool:
-    """Whether batches are single samples of several shapes."""
+    """Return whether batches are single samples of several, or unknown, shapes."""
     return loader.batch_size == 1 and (evidence.inputs is None or len(evidence.inputs.shapes) != 1)

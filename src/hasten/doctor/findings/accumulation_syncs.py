@@ -1,14 +1,14 @@
-"""Gradients are exchanged between processes in every backward, although several are added up before a step.
+"""DistributedDataParallel exchanges gradients in every backward although several are accumulated before a step.
 
 ## Why it is slow
 
 DistributedDataParallel sums the gradients of all processes in each backward. The optimizer reads them only at its
-step, so every exchange before the last one moves the whole model's gradients over the network for nothing.
+step, so every exchange except the last one moves the whole model's gradients over the network for nothing.
 
 ## How it is known
 
-The exchanges are counted. Their time is that of the events themselves or their part of the gradient-sync phase; where
-neither was measured, the finding is a note.
+hasten counts the exchanges. Their cost is the time measured for the exchanges themselves, or their share of the
+gradient-sync phase, whichever is larger. Where neither was measured, the finding is a note.
 
 ## Example
 
@@ -38,8 +38,8 @@ for number, (images, labels) in enumerate(loader):
 
 ## When the repair is safe
 
-Always, as long as the forward stands under `no_sync` as well and the last backward of each group does not. Sums are
-added in another order: results differ by rounding.
+Always, as long as the forward also runs under `no_sync` and the last backward of each accumulation does not. Sums are
+added in another order, so results differ by rounding.
 
 ## Source
 
@@ -68,12 +68,13 @@ _DDP = ("DistributedDataParallel", "DDP")
 class AccumulationSyncs(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding, for the line with the most of these exchanges."""
+        """Return at most one finding, placed at the line with the most needless exchanges."""
         events = sorted(evidence.events_of("ddp_sync"), key=lambda event: -event.count)
         count = sum(event.count for event in events)
         if not count or not evidence.steps:
             return None
-        wanted = max([one.steps for one in evidence.optimizers], default=0)
+        # Each optimizer step needs one exchange; the events count only those that no step followed.
+        wanted = max([optimizer.steps for optimizer in evidence.optimizers], default=0)
         needless = count / (count + wanted)
         phase = seconds_of(evidence, Phase.SYNC) * needless
         seconds = max(phase, per_step(evidence, events))
@@ -93,14 +94,14 @@ class AccumulationSyncs(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Optimizer steps only every n steps, under DDP, without no_sync."""
+        """Find optimizer steps taken every n batches under DDP, in files without `no_sync` or an equivalent."""
         if not _ddp(code) or code.script.mentions(
             "no_sync", "require_backward_grad_sync", "accumulate", "set_requires_gradient_sync"
         ):
             return
         for call in code.script.calls:
-            by_rest = code.training.steps(call) and _every_nth(code, call)
-            if by_rest or (code.training.goes_backward(call) and _in_parts(code, call)):
+            every_nth = code.training.steps(call) and _every_nth(code, call)
+            if every_nth or (code.training.goes_backward(call) and _in_parts(code, call)):
                 yield Problem(
                     call,
                     "every backward sums gradients over all processes, though the optimizer steps only every n",
@@ -110,11 +111,12 @@ class AccumulationSyncs(Rule):
 
 
 def _ddp(code: Code) -> list[cst.Call]:
+    """Return the calls that wrap a model in DistributedDataParallel."""
     return [call for call in code.script.calls if last_name(call.func) in _DDP and call.args]
 
 
 def _every_nth(code: Code, step: cst.Call) -> bool:
-    """Whether an optimizer's step is taken every n rounds of its loop, by a remainder."""
+    """Return whether an `if` with a modulo guards an optimizer step in its loop: `if (i + 1) % 4 == 0`."""
     loop = next(iter(code.training.loops_around(step)), None)
     for above in code.script.ancestors(step):
         if above is loop:
@@ -127,7 +129,7 @@ def _every_nth(code: Code, step: cst.Call) -> bool:
 
 
 def _in_parts(code: Code, backward: cst.Call) -> bool:
-    """Whether a backward is in a loop of its own inside that of the optimizer's step."""
+    """Return whether a backward runs in an inner loop, over parts of a batch, and the optimizer in the outer one."""
     loops = code.training.loops_around(backward)
     stepping = [
         code.training.loops_around(call)[0]

@@ -1,9 +1,9 @@
-"""Adam gets `weight_decay`, which it divides by the size of the gradients.
+"""Adam divides `weight_decay` by the size of the gradients, which weakens it.
 
 ## Why it is slow
 
-It costs no time. Adam adds the decay to the gradient and then scales the sum, so weights with large gradients hardly
-decay. AdamW decays the weights themselves, and often reaches the same loss in fewer steps.
+This costs no time. Adam adds the decay to the gradient and then scales the sum, so weights with large gradients hardly
+decay. AdamW decays the weights directly and often reaches the same loss in fewer steps.
 
 ## Example
 
@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
 
 ## When the repair is safe
 
-It changes how the model learns. AdamW wants another value of `weight_decay`, often 0.01 to 0.1: compare the
+The change alters how the model learns. AdamW needs another value of `weight_decay`, often 0.01 to 0.1: compare the
 validation loss.
 
 ## Source
@@ -47,7 +47,7 @@ class AdamWithL2(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per optimizer."""
+        """Return a finding for each optimizer that adds its weight decay to the gradients."""
         for optimizer in evidence.optimizers:
             decay = optimizer.options.get("weight_decay", 0.0)
             decoupled = optimizer.options.get("decoupled_weight_decay") in (True, "True")
@@ -64,7 +64,7 @@ class AdamWithL2(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Adam with a weight decay that is not zero."""
+        """Find Adam built with a positive `weight_decay`."""
         for call in code.script.optimizers:
             if last_name(call.func) != "Adam" or argument(call, "decoupled_weight_decay") is not None:
                 continue

@@ -1,15 +1,16 @@
-"""CPU memory is given back to the kernel at each step and faulted in again.
+"""CPU memory is returned to the kernel at each step and faulted in again.
 
 ## Why it is slow
 
-glibc returns large freed blocks to the kernel. The next tensor of that size gets fresh pages, and the kernel zeroes
-each one at its first touch, some 2 us a page.
+glibc returns large freed blocks to the kernel. The next tensor of that size gets fresh pages, which the kernel zeroes
+at their first touch; each page costs about 2 us.
 
 ## How it is known
 
-Page faults and the kernel's CPU time between steps of one pass, after the warm-up, divided by the cores that the
-training used. Validation has faults of its own, and where workers are forked all memory is faulted in once more.
-Where glibc was told to keep memory and not to, in turn, in the run itself: by what that showed.
+hasten reads page faults and the kernel's CPU time between steps of the same pass, after the warm-up, and divides the
+time by the number of cores that the training used. Other stretches do not count: validation has page faults of its
+own, and after a fork of loader workers all memory is faulted in once more. Where glibc was switched during the run
+between keeping and returning memory, the worth is the difference in step time.
 
 ## Example
 
@@ -25,7 +26,7 @@ hasten run train.py
 
 ## When the repair is safe
 
-Always: results stay the same to the bit. The process keeps more memory between steps.
+Always: results are bit-identical. The process holds more memory between steps.
 
 ## Source
 
@@ -46,9 +47,9 @@ from hasten.evidence.weigh import is_sure, on_gpu, share_of, switched
 from hasten.techniques.base import toml_value
 from hasten.techniques.memory.allocator import TUNABLES, Allocator
 
-_MANY = 500  # pages a step: 2 MiB
-_CERTAIN = 0.05  # share of the step from which on it shows: 6 % by such counts was 0 to 3 % when tried
-_PAGE = 2e-6  # seconds a page fault costs: 1.5 to 2.7 us in the virtual machine this was measured in
+_MANY = 500  # pages per step: 2 MiB
+_CERTAIN = 0.05  # least share of the step: where counts predicted 6 %, switching showed a gain of 0 to 3 %
+_PAGE = 2e-6  # seconds per page fault: 1.5 to 2.7 us in the virtual machine where this was measured
 
 
 class PagesFaultedAgain(Rule):
@@ -57,20 +58,25 @@ class PagesFaultedAgain(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
-        points = [one for one in evidence.memory if one.faults is not None and one.system is not None]
+        """Return a finding for a CPU training in which repeated page faults cost at least 5 % of the step.
+
+        A smaller share counts only if switching glibc during the run showed a certain gain.
+        """
+        points = [point for point in evidence.memory if point.faults is not None and point.system is not None]
+        # The first third is warm-up: memory is touched for the first time.
         stretches = _undivided(evidence, points[len(points) // 3 :])
         around = evidence.surroundings
+        # A preloaded library has replaced glibc's allocator already.
         if on_gpu(evidence) or not stretches or (around is not None and around.preload):
             return None
         faults, seconds, grown = _per_step(stretches)
-        # Pages of memory that only grows are no fault of the allocator.
+        # Newly grown memory must be faulted in whatever the allocator does.
         if (again := faults - max(0.0, grown)) < _MANY:
             return None
-        here = next(
+        available = next(
             (name for name in ("glibc", "jemalloc", "tcmalloc") if not Allocator.useless(name, evidence.machine)), ""
         )
-        # All of the training's threads fault, each on its own core.
+        # The training's threads fault in parallel, each on its own core, so wall time is CPU time divided by the cores.
         cores = max(1.0, mean_during(evidence, evidence.used.main) or 1.0)
         worth = share_of(evidence, min(seconds, again * _PAGE) / cores * stretch(evidence))
         if worth < _CERTAIN and not is_sure(evidence, cls.name):
@@ -83,28 +89,29 @@ class PagesFaultedAgain(Rule):
             worth,
             how_known,
             details=(*live, "it may happen in one run of a script and not in the next: the top of the heap decides"),
-            setting=toml_value(here or "glibc"),
+            setting=toml_value(available or "glibc"),
         )
 
 
 def _undivided(evidence: Evidence, points: list[MemoryPoint]) -> list[tuple[MemoryPoint, MemoryPoint]]:
-    """Points that follow each other with no pass through a loader beginning or ending between them."""
+    """Return consecutive points between which no pass through a loader begins or ends."""
     numbers = [evidence.number(index) for index in range(len(evidence.step_start))]
 
     def at(point: MemoryPoint) -> float:
+        """Return the start time of the first recorded step from the point on; infinity after the last one."""
         index = bisect_left(numbers, point.step)
         return evidence.step_start[index] if index < len(numbers) else math.inf
 
-    ends = sorted(moment for over in evidence.passes for moment in (over.start, over.first, over.end))
+    borders = sorted(moment for over in evidence.passes for moment in (over.start, over.first, over.end))
     return [
         (before, after)
         for before, after in pairwise(points)
-        if after.step > before.step and bisect_right(ends, at(before)) == bisect_right(ends, at(after))
+        if after.step > before.step and bisect_right(borders, at(before)) == bisect_right(borders, at(after))
     ]
 
 
 def _per_step(stretches: list[tuple[MemoryPoint, MemoryPoint]]) -> tuple[float, float, float]:
-    """Page faults, seconds of the kernel's CPU, and pages that memory grew by, per step of these stretches."""
+    """Return page faults, kernel CPU seconds and pages of memory growth, each per step of these stretches."""
     steps = sum(after.step - before.step for before, after in stretches)
     faults = sum((after.faults or 0) - (before.faults or 0) for before, after in stretches)
     seconds = sum((after.system or 0.0) - (before.system or 0.0) for before, after in stretches)

@@ -1,13 +1,13 @@
-"""Attention is written as softmax and matrix products where torch's own function is faster.
+"""Attention is written as a softmax between matrix products, where torch's own function is faster.
 
 ## Why it is slow
 
 `softmax(q @ k.T) @ v` writes the whole matrix of attention weights to memory and reads it again, several times.
-`scaled_dot_product_attention` computes it in pieces that stay in the cache.
+`scaled_dot_product_attention` computes it in blocks that stay in the cache.
 
 ## How it is known
 
-Both are tried on the spot, for the very shapes, without mask and dropout.
+Both versions are timed on this machine after the run, for the shapes that the run used, without mask and dropout.
 
 ## Example
 
@@ -27,8 +27,8 @@ def attend(q, k, v):
 
 ## When the repair is safe
 
-Where the attention weights themselves are not used elsewhere. Results differ by rounding; dropout draws other masks.
-Give `is_causal=True` for a causal mask and `scale=` where yours is not `1 / sqrt(width)`.
+Safe where nothing else uses the attention weights. Results differ by rounding, and dropout draws other masks. Pass
+`is_causal=True` for a causal mask, and `scale=` where yours is not `1 / sqrt(width)`.
 
 ## Source
 
@@ -54,16 +54,16 @@ from hasten.evidence.weigh import in_words, saved
 class AttentionByHand(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Attention made of softmax and products where torch's own is faster for the shape, as tried on the spot."""
+        """Return a finding if torch's function was measured faster than the script's attention, for its shapes."""
         tried = evidence.measured_for(cls.name)
         if not tried:
             return None
-        first = max(tried, key=lambda one: one.saved * one.calls)
+        first = max(tried, key=lambda trial: trial.saved * trial.calls)
         return cls.timed(
             f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
             f"{percent(first.gain)} less time",
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
-            saved(evidence, [one for one in tried if one.saved > 0]),
+            saved(evidence, [trial for trial in tried if trial.saved > 0]),
             HowKnown.MEASURED,
             place=first.where,
             details=(*map(in_words, tried), "tried without mask and dropout"),
@@ -71,7 +71,7 @@ class AttentionByHand(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Functions that multiply, take a softmax and multiply again, and keep the weights to themselves."""
+        """Find functions that compute softmax(q @ k.T) @ v and use the attention weights for nothing else."""
         for functions in code.script.functions.values():
             for function in functions:
                 if not any(
@@ -83,12 +83,18 @@ class AttentionByHand(Rule):
 
 
 def _attention(code: Code, function: cst.FunctionDef) -> Iterator[Problem]:
+    """Yield a problem if a function's statements form an attention.
+
+    Follows names through the statements in order: `scores` holds the names of q @ k.T and what is derived from it,
+    `weights` those of its softmax. The problem is placed at the softmax, once a product uses the weights. Anything
+    that torch's function could not compute ends the search.
+    """
     scores: set[str] = set()
     weights: set[str] = set()
-    found: list[cst.Call] = []
+    softmaxes: list[cst.Call] = []
     for node in walk_scope(function.body):
         if isinstance(node, cst.AugAssign) and dotted(node.target) in weights:
-            return  # weights that are changed after the softmax
+            return  # the weights are changed after the softmax: `weights *= gate`
         if not isinstance(node, cst.Assign | cst.Return) or node.value is None:
             continue
         target = dotted(node.targets[0].target) if isinstance(node, cst.Assign) else ""
@@ -96,11 +102,11 @@ def _attention(code: Code, function: cst.FunctionDef) -> Iterator[Problem]:
         softmax = next(
             (c for c in walk(node.value) if isinstance(c, cst.Call) and last_name(c.func) == "softmax"), None
         )
-        product = any(_is_product(code, below, weights, found) for below in walk(node.value))
-        if product and found:
+        product = any(_is_product(code, below, weights, softmaxes) for below in walk(node.value))
+        if product and softmaxes:
             if not _returned(function, weights):
                 yield Problem(
-                    found[-1],
+                    softmaxes[-1],
                     "attention is written by hand: its weights are written to memory and read again",
                     "use torch.nn.functional.scaled_dot_product_attention",
                 )
@@ -108,20 +114,25 @@ def _attention(code: Code, function: cst.FunctionDef) -> Iterator[Problem]:
         if (of_scores or _mentions(node.value, weights)) and _mixes(code, node.value, scores | weights):
             return
         if softmax is not None and of_scores:
-            found.append(softmax)
+            softmaxes.append(softmax)
             weights.add(target)
         elif _mentions(node.value, weights):
+            # Arithmetic on the weights (`weights * gate`) has no place in torch's function; a dropout has.
             if any(isinstance(below, cst.BinaryOperation) for below in walk(node.value)):
                 return
             weights.add(target)
         elif of_scores:
             scores.add(target)
+        # A target without a name, such as a tuple, gives "".
         scores.discard("")
         weights.discard("")
 
 
 def _mixes(code: Code, value: cst.BaseExpression, names: set[str]) -> bool:
-    """Whether a module of the model's own works on the scores or weights: more than scaling, masking, dropping."""
+    """Return whether the model's own module changes the scores or weights: `self.talking_heads(scores)`.
+
+    Dropout, softmax and masks do not count: torch's function has them.
+    """
     return any(
         isinstance(call, cst.Call)
         and dotted(call.func).startswith("self.")
@@ -132,42 +143,46 @@ def _mixes(code: Code, value: cst.BaseExpression, names: set[str]) -> bool:
 
 
 def _mentions(node: cst.CSTNode, names: set[str]) -> bool:
+    """Return whether an expression uses one of these names."""
     return any(dotted(below) in names for below in walk(node) if isinstance(below, cst.Name | cst.Attribute))
 
 
 def _operands(code: Code, node: cst.CSTNode) -> list[cst.BaseExpression]:
-    """The two sides of a product of matrices; empty where the node is none."""
+    """Return the two sides of a matrix product; an empty list if the node is none."""
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.MatrixMultiply):
         return [node.left, node.right]
     if isinstance(node, cst.Call) and last_name(node.func) in ("matmul", "bmm", "baddbmm"):
         inner = receiver(node)
         sides = [arg.value for arg in node.args]
+        # `q.matmul(k)` has its left side before the dot; `torch.matmul(q, k)` has a module there.
         if inner is not None and dotted(inner) not in code.script.imports:
             sides = [inner, *sides]
-        return sides[-2:]
+        return sides[-2:]  # baddbmm takes the tensor to add first
     return []
 
 
 def _is_scores(code: Code, node: cst.CSTNode) -> bool:
+    """Return whether a node multiplies by transposed keys: `q @ k.transpose(-2, -1)`, or by a name such as `k_t`."""
     sides = _operands(code, node)
     if len(sides) != 2:
         return False
     key = sides[1]
-    turned = any(
+    transposed = any(
         last_name(below) in ("transpose", "mT", "T", "permute", "swapaxes")
         for below in walk(key)
         if isinstance(below, cst.Attribute)
     )
-    return turned or last_name(key) in ("k_t", "kt", "key_t", "kT")
+    return transposed or last_name(key) in ("k_t", "kt", "key_t", "kT")
 
 
-def _is_product(code: Code, node: cst.CSTNode, weights: set[str], found: list[cst.Call]) -> bool:
+def _is_product(code: Code, node: cst.CSTNode, weights: set[str], softmaxes: list[cst.Call]) -> bool:
+    """Return whether a node multiplies the attention weights, by name or as the softmax itself, with the values."""
     sides = _operands(code, node)
-    return len(sides) == 2 and (_mentions(sides[0], weights) or any(call in set(walk(sides[0])) for call in found))
+    return len(sides) == 2 and (_mentions(sides[0], weights) or any(call in set(walk(sides[0])) for call in softmaxes))
 
 
 def _returned(function: cst.FunctionDef, weights: set[str]) -> bool:
-    """Whether a function hands its weights out, or keeps them: then they are wanted as they are."""
+    """Return whether a function returns its weights or stores them on `self`, so that other code may read them."""
     for node in walk(function.body):
         if isinstance(node, cst.Return) and node.value is not None:
             if any(dotted(part) in weights for part in targets_of(node.value)):

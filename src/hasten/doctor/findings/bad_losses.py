@@ -1,12 +1,12 @@
-"""Losses were NaN or infinite.
+"""The loss was NaN or infinite.
 
 ## Why it is slow
 
-Every step after a NaN is wasted: its gradients make all weights NaN, and the time until somebody notices is lost.
+Every step after a NaN is wasted: its gradients turn all weights into NaN, and the time until somebody notices is lost.
 
 ## How it is known
 
-Losses are read when the device has finished them, without a wait.
+Losses are read once the device has computed them, without making the training wait.
 
 ## Example
 
@@ -29,8 +29,8 @@ optimizer.step()
 
 ## When the repair is safe
 
-It changes the training, which is the purpose. Run the step before under `torch.autograd.detect_anomaly()` to see
-which operator made the first NaN.
+The change alters the training, which is its purpose. Run the step before the first NaN under
+`torch.autograd.detect_anomaly()` to see which operator produced it.
 
 ## Source
 
@@ -48,12 +48,13 @@ from hasten.evidence import Evidence, Finding, Severity
 class BadLosses(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding; HIGH where the losses did not recover."""
+        """Return a finding if losses were NaN or infinite; HIGH if they stayed so or were more than a tenth."""
         if not evidence.bad_losses:
             return None
         bad = [index for index, loss in enumerate(evidence.losses) if loss is None or not math.isfinite(loss)]
         steps = max(evidence.steps, evidence.bad_losses)
         first = f", the first in step {evidence.number(bad[0]) + 1}" if bad else ""
+        # The last loss is bad as well: the training did not recover.
         stayed = bool(bad) and bad[-1] == len(evidence.losses) - 1
         half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
         unscaled = half and not evidence.flags.grad_scaler

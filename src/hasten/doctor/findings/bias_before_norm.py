@@ -1,13 +1,14 @@
-"""A layer has a bias that the normalisation after it takes away again.
+"""A layer has a bias that the normalisation after it cancels.
 
 ## Why it is slow
 
-BatchNorm subtracts the mean, and with it any constant that was added. The bias is added in the forward, summed over
-the batch in the backward and updated by the optimizer for nothing.
+BatchNorm subtracts the mean, and with it any constant that was added before. The bias is added in the forward, summed
+over the batch in the backward and updated by the optimizer for nothing.
 
 ## How it is known
 
-From the layers in the order in which they are called; the worth is tried on the spot where the run left time for it.
+From the layers in the order in which they are called. The worth is measured after the run, where time allows, by
+timing such a layer with and without its bias.
 
 ## Example
 
@@ -23,8 +24,8 @@ net = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU
 
 ## When the repair is safe
 
-For a training that begins. A checkpoint saved with the bias no longer fits the model. Random weights drawn after this
-layer are others, since the bias's are no longer drawn.
+Safe for a new training. A checkpoint saved with the bias no longer fits the model. Layers initialised after this one
+get other random weights, since no random numbers are drawn for the bias any more.
 
 ## Source
 
@@ -47,7 +48,7 @@ from hasten.doctor.source.syntax import argument, dotted, is_open, last_name, wa
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST, saved, size_of
 
-# Where `bias` stands among the positional arguments.
+# Position of `bias` among the positional arguments.
 _BIASED = {
     "Linear": 2, "Conv1d": 7, "Conv2d": 7, "Conv3d": 7,
     "ConvTranspose1d": 7, "ConvTranspose2d": 7, "ConvTranspose3d": 7,
@@ -60,7 +61,7 @@ class BiasBeforeNorm(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding for all layers; with a worth only where a layer without its bias was measured faster."""
+        """Return one finding for all such layers; its worth is known only if one was measured faster without bias."""
         layers = [
             layer
             for layer in evidence.layers
@@ -68,10 +69,10 @@ class BiasBeforeNorm(Rule):
         ]
         if not layers:
             return None
-        worth = saved(evidence, [one for one in evidence.measured_for(cls.name) if one.saved > 0])
+        worth = saved(evidence, [trial for trial in evidence.measured_for(cls.name) if trial.saved > 0])
         known = worth if worth >= LEAST else None
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-        # Where a layer is built is not known, only where it is called: the source's own finding says that.
+        # A run shows where a layer is called, not where it is built: the finding from the source has that line.
         return cls.finding(
             f"{layers[0].path}{more}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
             "build it with bias=False",
@@ -82,7 +83,7 @@ class BiasBeforeNorm(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Neighbours in a Sequential or in a list of layers; pairs that a forward calls one on the other."""
+        """Find neighbours in a Sequential or a list of layers, and pairs that a forward calls one on the other."""
         seen: set[cst.CSTNode] = set()
         for layer, norm, sure in (*_neighbours(code), *_pairs(code)):
             if layer in seen or not _has_bias(layer):
@@ -105,19 +106,20 @@ class BiasBeforeNorm(Rule):
 
 
 def _layer(code: Code, node: cst.CSTNode | None, kinds: Iterable[str]) -> cst.Call | None:
-    """The node, where it makes one of these layers of torch.nn."""
+    """Return the node as a call if it builds one of these torch.nn layers, else None."""
     if isinstance(node, cst.Call) and last_name(node.func) in kinds:
         return node if code.script.qualified(node.func).startswith(("torch.nn.", "nn.")) else None
     return None
 
 
 def _has_bias(call: cst.Call) -> bool:
-    given = argument(call, "bias", _BIASED[last_name(call.func)])
-    return not is_open(call) and (given is None or dotted(given) == "True")
+    """Return whether a layer surely has a bias: by default or as `bias=True`, and without `*args` or `**kwargs`."""
+    bias = argument(call, "bias", _BIASED[last_name(call.func)])
+    return not is_open(call) and (bias is None or dotted(bias) == "True")
 
 
 def _neighbours(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
-    """Layers with the norm right behind them; whether they are surely called in that order."""
+    """Yield each layer with the norm right after it, and whether they are surely called in that order."""
     for node in code.script.nodes:
         parts: list[cst.BaseExpression] = []
         sure = False
@@ -127,14 +129,14 @@ def _neighbours(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
         elif isinstance(node, cst.List) and not isinstance(code.script.parents[node], cst.Arg):
             parts = [element.value for element in node.elements]
             sure = _becomes_sequential(code, node)
-        for one, other in pairwise(parts):
-            layer, norm = _layer(code, one, _BIASED), _layer(code, other, _NORMS)
+        for left, right in pairwise(parts):
+            layer, norm = _layer(code, left, _BIASED), _layer(code, right, _NORMS)
             if layer is not None and norm is not None:
                 yield layer, norm, sure
 
 
 def _becomes_sequential(code: Code, node: cst.List) -> bool:
-    """Whether a list ends as `nn.Sequential(*layers)` in its function."""
+    """Return whether a list becomes an `nn.Sequential(*layers)` in the same function."""
     scope = code.script.scope(node)
     statement = code.script.statement(node)
     names = {dotted(below) for below in walk(statement) if isinstance(below, cst.Name)}
@@ -147,7 +149,10 @@ def _becomes_sequential(code: Code, node: cst.List) -> bool:
 
 
 def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
-    """`self.bn1(self.conv1(x))`, in one expression or two lines one after the other."""
+    """Yield layer and norm of each `self.bn1(self.conv1(x))`, in one expression or in two consecutive lines.
+
+    The third value is True if the class uses the layer only there, always before the same norm.
+    """
     for owner in code.script.classes.values():
         made = {
             dotted(target.target): node.value
@@ -168,11 +173,12 @@ def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
                 uses[dotted(node.func)].append(_called_on(code, node))
         for name, after in uses.items():
             if after and all(norm in norms for norm in after):
+                # One mention is the assignment; any other than a call (a weight that is tied) makes it unsure.
                 yield layers[name], norms[after[0]], mentions[name] == 1 + len(after) and len(set(after)) == 1
 
 
 def _called_on(code: Code, call: cst.Call) -> str:
-    """Return what is called on the result of a call, and on nothing else: "self.bn1"."""
+    """Return the name of the module called on the result of a call, as in "self.bn1"; "" if other code may use it."""
     above = code.script.parents[call]
     if isinstance(above, cst.Arg):
         outer = code.script.parents[above]
@@ -190,10 +196,11 @@ def _called_on(code: Code, call: cst.Call) -> str:
         if isinstance(node, cst.Call) and node.args and dotted(node.args[0].value) == name:
             bound = code.script.parents[node]
             renamed = isinstance(bound, cst.Assign) and dotted(bound.targets[0].target) == name
-            inner = isinstance(bound, cst.Arg)  # relu(bn(x)): the name is rebound by the whole
+            inner = isinstance(bound, cst.Arg)  # x = relu(bn(x)): the whole expression rebinds the name
             return dotted(node.func) if renamed or (inner and _binds(following, name)) else ""
     return ""
 
 
 def _binds(statement: cst.CSTNode, name: str) -> bool:
+    """Return whether a statement assigns to a name."""
     return any(isinstance(node, cst.AssignTarget) and dotted(node.target) == name for node in walk(statement))

@@ -1,4 +1,4 @@
-"""The training stands still while checkpoints are written.
+"""The training waits while checkpoints are written.
 
 ## Why it is slow
 
@@ -6,7 +6,7 @@
 
 ## How it is known
 
-The measured time of the saves, within steps and between them, against all steps.
+The measured time of all saves, within steps and between them, as a share of the time of steps and saves together.
 
 ## Example
 
@@ -26,7 +26,7 @@ if step % 100 == 0:
 
 ## When the repair is safe
 
-If the last save is waited for before the next one begins and before the script ends. Saving less often is always
+Safe if the last save is waited for before the next one begins and before the script ends. Saving less often is always
 safe.
 
 ## Source
@@ -45,7 +45,7 @@ from hasten.evidence.weigh import seconds_of, steady_seconds
 class BlockingCheckpoint(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if saving takes 1 % of the time or more."""
         events = evidence.events_of("save")
         saving = max(per_step(evidence, events), seconds_of(evidence, Phase.CHECKPOINT))
         step = steady_seconds(evidence)

@@ -1,14 +1,14 @@
-"""Batches lie in pinned memory, yet the CPU waits until they are copied to the GPU.
+"""Batches are in pinned memory, but the CPU waits until they are copied to the GPU.
 
 ## Why it is slow
 
-`.to(device)` waits for its copy by default. From pinned memory the copy could run beside the computation while the
-CPU goes on launching work.
+`.to(device)` waits for its copy by default. From pinned memory the copy could run in parallel with computation while
+the CPU goes on launching work.
 
 ## How it is known
 
-The measured waits, of which no more counts than the time in which the GPU is idle. Pageable batches are
-`pageable_memory`'s.
+The measured waits, limited to the time in which the GPU is idle: waiting for a busy GPU costs nothing. Batches in
+pageable memory belong to `pageable_memory`.
 
 ## Example
 
@@ -34,8 +34,8 @@ for images, labels in train_loader:
 
 ## When the repair is safe
 
-Where the CPU does not write to the pinned batch before the copy is over; batches that a loader gives are not written
-to again. From the GPU to the CPU it is not safe: the CPU would read what has not arrived.
+Safe where the CPU does not write to the pinned batch before its copy has finished; batches from a loader are not
+written to again. Copies from the GPU to the CPU are not safe: the CPU would read data that has not arrived yet.
 
 ## Source
 
@@ -64,7 +64,7 @@ class BlockingCopy(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that copies a pinned batch and waits."""
         loader = evidence.train_loader
         if loader is None or not loader.pin_memory:
             return
@@ -82,7 +82,7 @@ class BlockingCopy(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Moves of a loader's batch, where a loader of this file pins."""
+        """Find blocking moves of a batch in a file with a loader that pins memory."""
         pins = any(
             last_name(call.func) == "DataLoader" and code.script.value_of(argument(call, "pin_memory")) is True
             for call in code.script.calls
@@ -109,25 +109,29 @@ class BlockingCopy(Rule):
 
 
 def _batch_names(code: Code, node: cst.CSTNode) -> dict[str, bool]:
-    """Names of the batch of the inmost loop over a loader around a node; True: the batch as a whole."""
-    found: dict[str, bool] = {}
+    """Return the names that hold the batch, or parts of it, in the innermost loop over a loader around a node.
+
+    True means that the name holds the whole batch, which may be any object; False, one of its parts.
+    """
+    held: dict[str, bool] = {}
     for loop in code.training.loops_around(node):
         if not isinstance(loop, cst.For) or not re.search(r"load|dl\b|batches|data_?iter", code.text(loop.iter, 200)):
             continue
         names = code.script.loop_targets(loop)
         if isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "enumerate" and len(names) > 1:
             names = names[1:]
-        whole = len(names) == 1
-        found.update(dict.fromkeys(names, whole))
-        for name, given, at in code.script.assignments:
-            if loop in code.script.ancestors(at) and dotted(given) in found and name not in found:
-                found[name] = found[dotted(given)]
+        whole = len(names) == 1  # `for batch in loader`, against `for images, labels in loader`
+        held.update(dict.fromkeys(names, whole))
+        for name, value, statement in code.script.assignments:
+            if loop in code.script.ancestors(statement) and dotted(value) in held and name not in held:
+                held[name] = held[dotted(value)]
+        # `images, labels = batch` names the parts of a batch.
         for below in walk(loop.body):
             if (
                 isinstance(below, cst.Assign)
-                and dotted(below.value) in found
+                and dotted(below.value) in held
                 and isinstance(below.targets[0].target, cst.Tuple)
             ):
-                found.update({dotted(e.value): False for e in below.targets[0].target.elements if dotted(e.value)})
+                held.update({dotted(e.value): False for e in below.targets[0].target.elements if dotted(e.value)})
         break
-    return found
+    return held

@@ -2,7 +2,7 @@
 
 ## Why it is slow
 
-A write to a file, a network logger or a picture runs in the thread that trains, and the next step begins after it.
+Writing to a file, a network logger or an image runs in the thread that trains, and the next step begins only after it.
 
 ## How it is known
 
@@ -27,7 +27,7 @@ for step, (images, labels) in enumerate(loader):
 
 ## When the repair is safe
 
-Always for the training; the log has fewer points.
+Always safe for the training; the log has fewer points.
 
 ## Source
 
@@ -47,7 +47,7 @@ from hasten.evidence import Evidence, Finding
 class BlockingLog(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that logs."""
         yield from timed_calls(
             cls,
             evidence,

@@ -1,13 +1,13 @@
-"""`torch.cuda.empty_cache()` is called in the loop.
+"""`torch.cuda.empty_cache()` is called in the training loop.
 
 ## Why it is slow
 
-It waits for the GPU and gives unused memory back to the driver, which the next step must ask for again with slow
-calls.
+The call waits for the GPU and returns unused memory to the driver. The next step must request that memory again, with
+slow calls.
 
 ## How it is known
 
-The measured time of the calls; asking for the memory again comes on top of it.
+The measured time of the calls. Requesting the memory again costs more time on top of it.
 
 ## Example
 
@@ -30,8 +30,9 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Always for the result. Where another process needs the memory on the same GPU, call it once after the training. If
-memory runs out without it, something holds tensors: see `retained_graph` and `memory_creep`.
+Always safe for the result. If another process needs the memory of the same GPU, call it once after the training. If
+the training runs out of memory without the call, something holds on to tensors: see `retained_graph` and
+`memory_creep`.
 
 ## Source
 
@@ -56,7 +57,7 @@ class CacheEmptied(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that empties the cache."""
         yield from timed_calls(
             cls,
             evidence,
@@ -67,7 +68,7 @@ class CacheEmptied(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Find these calls within training steps."""
+        """Find calls that empty the cache within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "the allocator's cache is emptied in every step",

@@ -1,13 +1,13 @@
-"""The learning rate stays the same from the first step to the last.
+"""The learning rate stays constant from the first step to the last.
 
 ## Why it is slow
 
-It costs no time by itself, but a rate that falls towards the end mostly reaches the same loss in fewer steps.
+This costs no time, but a learning rate that decays towards the end usually reaches the same loss in fewer steps.
 
 ## How it is known
 
-From the optimizer's rates over two epochs or the whole training. Nothing is said of several optimizers (GANs,
-reinforcement learning), whose rates often stay on purpose.
+From the optimizer's learning rates over two epochs or over the whole training. Scripts with several optimizers (GANs,
+reinforcement learning) are not reported, since their rates are often constant on purpose.
 
 ## Example
 
@@ -35,7 +35,7 @@ for epoch in range(10):
 
 ## When the repair is safe
 
-It changes how the model learns: compare the validation loss.
+The change alters how the model learns: compare the validation loss.
 
 ## Source
 
@@ -56,7 +56,7 @@ from hasten.doctor.source.syntax import last_name, walk
 from hasten.evidence import Evidence, Finding, Severity
 
 _BY_RATE = ("SGD", "ASGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
-_LONG = 100  # steps before a rate that has not changed says anything
+_LONG = 100  # least steps: within fewer, a schedule may just not have changed the rate yet
 _RATE_WORDS = (
     "lr_scheduler", "scheduler", "adjust_learning_rate", "param_groups", "get_lr", "configure_optimizers", "sched",
 )  # fmt: skip
@@ -68,12 +68,13 @@ class ConstantRate(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding: on a single optimizer."""
+        """Return a finding if the only optimizer that stepped had one rate throughout and no scheduler."""
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if len(stepping) != 1:
             return None
         optimizer = stepping[0]
-        epochs = sum(one.trained and one.batches > 0 for one in evidence.passes)
+        epochs = sum(over.trained and over.batches > 0 for over in evidence.passes)
+        # Schedules often step once an epoch: within the first epoch of a longer training none would show.
         seen_enough = epochs >= 2 or (evidence.ended == "finished" and epochs <= 1)
         if optimizer.steps < _LONG or optimizer.name not in _BY_RATE or not seen_enough:
             return None
@@ -89,7 +90,7 @@ class ConstantRate(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """The one optimizer of a file that trains a model over epochs, where nothing changes its rate."""
+        """Find the only optimizer of a file with a training loop in which nothing changes its learning rate."""
         names = {node.value for node in code.script.nodes if isinstance(node, cst.Name)}
         if len(code.script.optimizers) != 1 or any(word in name.lower() for name in names for word in _RATE_WORDS):
             return
@@ -97,6 +98,7 @@ class ConstantRate(Rule):
             return
         call = code.script.optimizers[0]
         first = call.args[0].value if call.args else None
+        # An optimizer of something else, such as an image in style transfer, is left out.
         of_model = first is not None and any(
             isinstance(node, cst.Call) and last_name(node.func) in ("parameters", "named_parameters")
             for node in walk(first)

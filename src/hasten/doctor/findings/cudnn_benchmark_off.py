@@ -1,13 +1,14 @@
-"""cuDNN picks convolution kernels by rule of thumb although sizes stay the same.
+"""cuDNN chooses convolution kernels by heuristics although input sizes stay the same.
 
 ## Why it is slow
 
-cuDNN has several kernels for each convolution. With `benchmark` it measures them once for each size and keeps the
+cuDNN has several kernels for each convolution. With `benchmark` it times them once for each size and keeps the
 fastest.
 
 ## How it is known
 
-Switched on and off in the run itself, in blocks of steps; where that was not done, layer by layer.
+hasten switches the benchmark on and off during the run, in blocks of steps. Where that was not done, it times single
+layers after the run.
 
 ## Example
 
@@ -24,7 +25,7 @@ model = ResNet().cuda()
 
 ## When the repair is safe
 
-Results differ by rounding, and from run to run. Not where the script asks for deterministic algorithms.
+Results differ by rounding, also from run to run. Not safe where the script asks for deterministic algorithms.
 
 ## Source
 
@@ -47,10 +48,11 @@ class CudnnBenchmarkOff(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the benchmark was measured faster and batches have at most two sizes."""
         tried = evidence.measured_for(cls.name)
         sizes = len(evidence.inputs.shapes) if evidence.inputs else 0
-        if sizes > 2 or isinstance(CudnnBenchmark.settings(evidence), Refusal):  # 2: a last, smaller batch
+        # The second size may be that of the last, smaller batch of an epoch.
+        if sizes > 2 or isinstance(CudnnBenchmark.settings(evidence), Refusal):
             return None
         if not tried and not is_sure(evidence, cls.name):
             return None
@@ -65,5 +67,5 @@ class CudnnBenchmarkOff(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Return whether sizes stay the same."""
+        """Return whether input sizes stay the same, but for the last batch of an epoch."""
         return len(evidence.inputs.shapes) <= 2 if evidence.inputs else True

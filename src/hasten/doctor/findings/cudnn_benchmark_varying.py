@@ -1,13 +1,13 @@
-"""`cudnn.benchmark` is on and input sizes keep changing.
+"""`cudnn.benchmark` is on although input sizes keep changing.
 
 ## Why it is slow
 
-cuDNN measures its kernels again for every new size, which takes many times as long as one step.
+cuDNN times its kernels again for every new size, which takes many times as long as one step.
 
 ## How it is known
 
-On a GPU, with convolutions and at least four sizes. The cost is what steps over three times as long as the median
-took beyond it.
+Reported on a GPU, for models with convolutions that got at least four input sizes. The cost is the time that the slow
+steps, those over three times as long as the median, took beyond the median.
 
 ## Example
 
@@ -27,7 +27,7 @@ for images in loader:
 
 ## When the repair is safe
 
-Always; results differ by rounding. Bringing batches to a few sizes keeps the fast kernels as well.
+Always; results differ by rounding. Padding or resizing batches to a few sizes keeps the fast kernels as well.
 
 ## Source
 
@@ -47,7 +47,7 @@ class CudnnBenchmarkVarying(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """With convolutions, and sizes that keep changing; what it costs as for `recompilations`."""
+        """Return a finding for convolutions with varying sizes; its cost is estimated as for `recompilations`."""
         if not evidence.flags.cudnn_benchmark or evidence.inputs is None:
             return None
         convolutions = any(layer.startswith("Conv") for model in evidence.models for layer in model.layers)

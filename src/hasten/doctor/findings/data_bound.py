@@ -2,12 +2,12 @@
 
 ## Why it is slow
 
-While the training waits for a batch, the device that computes has nothing to do.
+While the training waits for a batch, the device that computes is idle.
 
 ## How it is known
 
-The measured wait of the steady steps. Why it waits is told from the use of the CPU, the loader's stages and its
-passes.
+The measured wait in the steady steps. The causes of the wait come from the CPU use, from the loader's stages and from
+its passes.
 
 ## Example
 
@@ -24,7 +24,7 @@ loader = DataLoader(dataset, batch_size=64, num_workers=4, persistent_workers=Tr
 ## When the repair is safe
 
 Workers draw other random numbers for augmentation. Findings beside this one (`workers_zero`, `slow_decode`,
-`python_getitem`, ...) say what the wait is made of and what cures it.
+`python_getitem`, ...) say what the wait consists of and how to remove it.
 
 ## Source
 
@@ -46,14 +46,14 @@ from hasten.evidence.waiting import in_ms, mean_during, ordinary_seconds, ordina
 from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.data.worker_estimate import workers_for
 
-_BUSY = 0.85  # share of a core from which a worker counts as busy all the time
-_LITTLE = 1e-4  # seconds: a wait below this is the loader's own bookkeeping, which no cause explains
+_BUSY = 0.85  # share of a core from which a worker counts as always busy
+_LITTLE = 1e-4  # seconds: a shorter wait is the loader's own bookkeeping and needs no cause
 
 
 class DataBound(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding, with the causes of the wait as details."""
+        """Return a finding if the step waits 10 % of its time or more, with the causes as details."""
         loader, wait = evidence.train_loader, seconds_of(evidence, Phase.DATA)
         share = share_of(evidence, wait)
         if loader is None or share < BOUND:
@@ -70,7 +70,7 @@ class DataBound(Rule):
 
 
 def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
-    """Yield what is known of why batches come late, in sentences."""
+    """Yield a sentence for each known cause of the wait."""
     workers, cores = loader.num_workers, evidence.machine.cores
     if not workers:
         yield "every batch is made in the training process, while the model waits (num_workers=0)"
@@ -91,17 +91,18 @@ def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
         yield f"the {workers} workers compute little ({working:.1f} cores): they wait for a disk or a network"
     stages = stages_of(evidence, loader)
     if stages is not None:
-        most = max(stages.by_name, key=stages.by_name.__getitem__)
-        own = "the dataset's own code" if most == "other" else most
-        share = stages.by_name[most] / stages.seconds
-        yield f"a batch takes {in_ms(stages.seconds)} in one process, {percent(share)} of it {own}"
-    whole, ordinary = seconds_of(evidence, Phase.DATA), ordinary_wait(evidence)
-    if whole > 0 and (whole - ordinary) / whole >= 0.3:
-        yield f"{percent((whole - ordinary) / whole)} of the wait is for the first batches of epochs"
+        slowest = max(stages.by_name, key=stages.by_name.__getitem__)
+        label = "the dataset's own code" if slowest == "other" else slowest
+        share = stages.by_name[slowest] / stages.seconds
+        yield f"a batch takes {in_ms(stages.seconds)} in one process, {percent(share)} of it {label}"
+    # The mean wait includes the first batches of passes; the ordinary wait leaves them out.
+    mean, ordinary = seconds_of(evidence, Phase.DATA), ordinary_wait(evidence)
+    if mean > 0 and (mean - ordinary) / mean >= 0.3:
+        yield f"{percent((mean - ordinary) / mean)} of the wait is for the first batches of epochs"
 
 
 def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
-    """Return what to do about a wait for data, by what the machine has left."""
+    """Return how to shorten the wait, given the CPU cores that are still idle."""
     cores = evidence.machine.cores
     wait, step = ordinary_wait(evidence), ordinary_seconds(evidence)
     if seconds_of(evidence, Phase.DATA) > 2 * wait:
@@ -110,15 +111,19 @@ def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
         return "gather whole batches of the tensors at once (see sample_by_sample)"
     if not loader.num_workers and (saturated(evidence) is None or _threads_spin(evidence, loader)):
         return "make batches beside the step: worker processes, or samples kept decoded (see the findings below)"
-    # While workers are the bottleneck, each takes `workers` steps for a batch.
+    # While workers are the bottleneck, each takes `num_workers` steps for a batch. So many workers make batches as
+    # fast as the model uses them; the small subtrahend keeps rounding noise from asking for one more.
     wanted = math.ceil(loader.num_workers * step / max(step - wait, step / 100) - 0.05)
-    if saturated(evidence) is None and not loader.iterable and (more := min(wanted, cores)) > loader.num_workers:
-        return f"raise num_workers from {loader.num_workers} to {more}"
+    if saturated(evidence) is None and not loader.iterable and (raised := min(wanted, cores)) > loader.num_workers:
+        return f"raise num_workers from {loader.num_workers} to {raised}"
     return "make samples cheaper: keep them decoded, decode them smaller, or move work from the dataset to the GPU"
 
 
 def _threads_spin(evidence: Evidence, loader: LoaderFacts) -> bool:
-    """Whether cores are busy with threads that wait, and could be had for workers."""
+    """Return whether cores are busy only with threads that spin while they wait, so that workers could use them.
+
+    OpenMP's threads spin between operations and look busy; the dataset probe on one thread tells them from work.
+    """
     if loader.num_workers or loader.probe is None or loader.probe.fork_unsafe:
         return False
     return workers_for(evidence, loader).passive

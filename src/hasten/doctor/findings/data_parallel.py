@@ -1,13 +1,13 @@
-"""`torch.nn.DataParallel` feeds all GPUs from one process.
+"""`torch.nn.DataParallel` drives all GPUs from one process.
 
 ## Why it is slow
 
-It copies the model to every GPU in each step and runs them from threads of one Python interpreter, which takes turns.
-DistributedDataParallel has one process a GPU and exchanges gradients only.
+DataParallel copies the model to every GPU in each step and runs the copies in threads of one Python interpreter, which
+take turns. DistributedDataParallel has one process per GPU and exchanges only gradients.
 
 ## How it is known
 
-From its having been built, and from how busy the GPUs are beside the busiest.
+The script built a DataParallel. The worth is the average idle time of the GPUs, an upper bound.
 
 ## Example
 
@@ -24,8 +24,9 @@ model = DistributedDataParallel(model)
 
 ## When the repair is safe
 
-Start it with `torchrun --nproc-per-node=N`, with a DistributedSampler. BatchNorm sees each process's batch; the batch
-size of the loader is that of one process. Or change nothing: `hasten run --devices N train.py` shares each batch out.
+Start the script with `torchrun --nproc-per-node=N` and use a DistributedSampler. BatchNorm sees the batch of one
+process, and the loader's batch size is that of one process. Alternatively change nothing:
+`hasten run --devices N train.py` splits each batch among the devices.
 
 ## Source
 
@@ -51,7 +52,7 @@ from hasten.evidence.weigh import on_gpu
 class DataParallel(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding for a DataParallel on two or more GPUs."""
         built = evidence.events_of("data_parallel")
         used = built or any(model.name == "DataParallel" for model in evidence.models)
         gpus = len(evidence.machine.gpus)
@@ -74,14 +75,14 @@ class DataParallel(Rule):
 
     @classmethod
     def holds(cls, finding: Finding, evidence: Evidence) -> bool:
-        """Not where the run never came to that line."""
+        """Return whether the run built a DataParallel, or may have: False only if doctor watched and saw none."""
         if not evidence.step_phases or evidence.listened != "doctor":
             return True
         return any(model.name == "DataParallel" for model in evidence.models) or bool(evidence.events_of(cls.name))
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Find models that are wrapped in DataParallel."""
+        """Find models wrapped in DataParallel."""
         for call in code.script.calls:
             full = code.script.qualified(call.func)
             if full in (
@@ -97,6 +98,6 @@ class DataParallel(Rule):
 
 
 def _busy(evidence: Evidence) -> list[float]:
-    """Return how busy each GPU of the training was, 0 to 1; those that it left alone are left out."""
+    """Return how busy each GPU was, 0 to 1, without the GPUs that the training did not use."""
     means = [mean_during(evidence, gpu.busy) for gpu in evidence.used.gpus]
     return [mean for mean in means if mean is not None and mean >= 0.02]

@@ -1,13 +1,14 @@
-"""Anomaly detection, a profiler or gradient checks are left on in the training.
+"""Anomaly detection, a profiler or gradient checks are left on during training.
 
 ## Why it is slow
 
-Anomaly detection writes a traceback for each operator of the forward and looks for NaN after each operator of the
-backward. A profiler records every operator; gradcheck runs the forward twice for each input number.
+Anomaly detection records a traceback for each operator of the forward and checks for NaN after each operator of the
+backward. A profiler records every operator. gradcheck runs the forward twice for each input number.
 
 ## How it is known
 
-From calls that are on for most steps; what they cost is tried on the spot.
+From tools that are on for at least half of the steps. Switching anomaly detection on and off during the run shows what
+it costs; otherwise the cost per operator is measured after the run.
 
 ## Example
 
@@ -30,7 +31,8 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Always for the result. A script that catches the error which anomaly detection raises needs a check of its own.
+Always safe for the result. A script that catches the error raised by anomaly detection needs a check of its own
+instead.
 
 ## Source
 
@@ -60,15 +62,15 @@ class DebugToolsOn(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Anomaly detection or a profiler that is on for most steps, or gradient checks within the training."""
+        """Return a finding if a tool was on for half of the steps or more, or the training checked gradients."""
         steps = max(1, evidence.steps)
         events = [event for event in evidence.events_of("anomaly", "profiler") if event.steps >= steps / 2]
         events += [event for event in evidence.events_of("gradcheck") if event.count]
-        found = {event.kind: event.where for event in events}
-        if not evidence.events:  # nobody looked line by line
-            found |= {"anomaly": ""} if evidence.flags.anomaly else {}
-            found |= {"profiler": ""} if evidence.flags.profiler else {}
-        if not found:
+        places = {event.kind: event.where for event in events}
+        if not evidence.events:  # calls were not recorded: only the global switches are known
+            places |= {"anomaly": ""} if evidence.flags.anomaly else {}
+            places |= {"profiler": ""} if evidence.flags.profiler else {}
+        if not places:
             return None
         names = {"anomaly": "anomaly detection", "profiler": "a profiler", "gradcheck": "gradcheck"}
         cures = {
@@ -76,37 +78,37 @@ class DebugToolsOn(Rule):
             "profiler": "the profiler out, or give it a schedule that ends",
             "gradcheck": "gradcheck out of the training loop",
         }
-        tried = [one for one in evidence.measured_for(cls.name) if one.where in found and one.calls]
+        tried = [trial for trial in evidence.measured_for(cls.name) if trial.where in places and trial.calls]
         seconds = sum(event.seconds for event in events if event.kind == "gradcheck") / steps
         live: tuple[str, ...] = ()
         worth, how_known = share_of(evidence, seconds + _of_tools(evidence, tried)), HowKnown.ESTIMATED
-        if set(found) == {"anomaly"}:  # of several tools it is the one that was switched
+        if set(places) == {"anomaly"}:  # the cure switches only anomaly detection, so other tools' cost would be lost
             worth, how_known, live = switched(evidence, cls.name, worth, how_known)
-        first = next((place for place in found.values() if place), "")
+        first = next((place for place in places.values() if place), "")
         return cls.finding(
-            f"{' and '.join(names[kind] for kind in found)} left on in the training",
-            f"take {' and '.join(cures[kind] for kind in found)}",
+            f"{' and '.join(names[kind] for kind in places)} left on in the training",
+            f"take {' and '.join(cures[kind] for kind in places)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
             worth or None,
             how_known,
             place=first,
             details=(*live, *map(in_words, tried)),
-            setting="true" if "anomaly" in found else "",
+            setting="true" if "anomaly" in places else "",
         )
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Where anomaly detection is on."""
+        """Return whether a tool is on, even if its cost is not known yet."""
         return bool(cls.findings(evidence))
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Tools that are on unconditionally, in a file that trains."""
+        """Find tools that are on unconditionally in a file that trains."""
         for call in code.script.calls if code.training.any else ():
             full = code.script.qualified(call.func)
             name = full.rpartition(".")[2]
             if any(isinstance(above, cst.If | cst.IfExp) for above in code.script.ancestors(call)):
-                continue  # an option
+                continue  # an option of the script: `if args.debug: ...`
             if name == "set_detect_anomaly" and call.args and is_word(call.args[0].value, "True"):
                 yield Problem(call, "anomaly detection is on", "remove it once the bug is found")
             elif full in ("torch.autograd.detect_anomaly", "torch.autograd.anomaly_mode.detect_anomaly"):
@@ -124,22 +126,24 @@ class DebugToolsOn(Rule):
 
 
 def _is_optional(call: cst.Call, full: str) -> bool:
-    """Whether an older profiler is built in any case and told to profile or not: `profile(args.profile)`."""
+    """Return whether an autograd profiler is switched by an argument: `profile(args.profile)`."""
     enabled = [arg for arg in call.args if arg.keyword is None or arg.keyword.value == "enabled"]
     return full.startswith("torch.autograd.") and bool(enabled) and not is_word(enabled[0].value, "True")
 
 
 def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:
-    """Seconds a step that they take: what an operator costs more, for as many as a step was seen to run.
+    """Return the seconds per step that the tools cost: the extra time per operator times the operators of a step.
 
-    An operator that does next to nothing was tried, so no step owes them a greater share than that one does.
+    The extra time was measured on an operator that computes almost nothing, for which the tools take the greatest
+    share. That share is therefore the upper limit for a whole step.
     """
-    slower = [one for one in tried if one.saved > 0]
-    least = math.prod(one.after / one.before for one in slower)
-    return min(sum(one.saved * one.calls for one in slower), (1.0 - least) * steady_seconds(evidence))
+    slower = [trial for trial in tried if trial.saved > 0]
+    least = math.prod(trial.after / trial.before for trial in slower)
+    return min(sum(trial.saved * trial.calls for trial in slower), (1.0 - least) * steady_seconds(evidence))
 
 
 def _holds_training(code: Code, call: cst.Call) -> bool:
+    """Return whether the `with` block that a call opens contains a training loop."""
     for above in code.script.ancestors(call):
         if isinstance(above, cst.With):
             return any(below in code.training.step_loops for below in walk(above.body))

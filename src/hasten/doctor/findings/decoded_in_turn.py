@@ -1,12 +1,13 @@
-"""Files are read and decoded one after the other, between the steps, by the training itself.
+"""The training process reads and decodes files one after the other between the steps.
 
 ## Why it is slow
 
-Reading and decoding release the interpreter's lock, but nobody else works meanwhile: the training waits for each file.
+Reading and decoding release Python's global interpreter lock, but no other thread works in that time: the training
+waits for each file.
 
 ## How it is known
 
-The measured wait, and a probe that asked the dataset's `loader` function twice for the same files and timed it.
+The measured wait, and a probe that timed the dataset's `loader` function on some files, twice on each.
 
 ## Example
 
@@ -26,8 +27,8 @@ for images, labels in DataLoader(dataset, batch_size=64, shuffle=True, num_worke
 
 ## When the repair is safe
 
-Worker processes draw other random numbers for augmentation. The technique `read_ahead` keeps them: threads read and
-decode the files of the next batches, and each sample is still made in its turn.
+Worker processes draw other random numbers for augmentation. The technique `read_ahead` keeps the random numbers:
+threads read and decode the files of the next batches, and the samples are still made in order.
 
 ## Source
 
@@ -50,19 +51,19 @@ class DecodedInTurn(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return the finding where a `loader` function takes a good part of a wait that is worth a word.
+        """Return a finding if the `loader` function takes a share of the wait that threads would save.
 
-        The threads share their part among the cores, beside the making of the samples; they need one for each thread.
+        Threads divide the function's time by the number of cores, so a single core gains nothing.
         """
         loader, choices = evidence.train_loader, ReadAhead.settings(evidence)
         if loader is None or loader.probe is None or isinstance(choices, Refusal) or evidence.machine.cores < 2:
             return None
-        asked, threads = loader.probe, choices.settings[0]
-        whole = max(asked.sample_seconds, asked.loader_seconds)
-        saved = max(0.0, asked.loader_seconds * (1 - 1 / evidence.machine.cores) - LEAST) / whole
+        probe, threads = loader.probe, choices.settings[0]
+        seconds = max(probe.sample_seconds, probe.loader_seconds)
+        saved = max(0.0, probe.loader_seconds * (1 - 1 / evidence.machine.cores) - LEAST) / seconds
         return cls.timed(
-            f"the step waits {percent(data_share(evidence))} of its time for data, and `{asked.loader_function}` takes "
-            f"{in_ms(asked.loader_seconds)} of the {in_ms(whole)} of a sample: files are read and decoded one by one",
+            f"the step waits {percent(data_share(evidence))} of its time for data, and `{probe.loader_function}` takes "
+            f"{in_ms(probe.loader_seconds)} of the {in_ms(seconds)} of a sample: files are read and decoded one by one",
             f"have threads read the next files (`read_ahead = {toml_value(threads)}`), or give the loader workers",
             faster_loading(evidence, loader, saved),
             HowKnown.ESTIMATED,

@@ -1,13 +1,13 @@
-"""The GPU's step begins with the copy of its batch.
+"""Each step begins with a copy of its batch, during which the GPU computes nothing.
 
 ## Why it is slow
 
-The copy runs on the same stream as the computation, so the GPU computes nothing meanwhile. On a stream of its own it
-runs beside the step before it.
+The copy runs on the same CUDA stream as the computation, so the GPU computes nothing during the copy. On a separate
+stream it can run in parallel with the previous step.
 
 ## How it is known
 
-The copy's time on the GPU's own clock.
+The time of the copy on the GPU's clock (CUDA events).
 
 ## Example
 
@@ -25,8 +25,8 @@ hasten run train.py  # with the line `device_prefetch = true` in hasten.toml
 
 ## When the repair is safe
 
-Always: results stay the same to the bit. One more batch is held in the GPU's memory. A loader without workers is left
-alone, since its samples would be made early too.
+Always: results are bit-identical. The GPU's memory holds one more batch. The technique skips loaders without workers,
+since their samples would be made early too.
 
 ## Source
 
@@ -48,7 +48,10 @@ class NoDevicePrefetch(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding; a loader without workers has none for the technique to take batches from."""
+        """Return a finding if copies of pinned batches take 1 % of the step or more.
+
+        A loader without workers has no batches ready that the technique could copy early.
+        """
         loader = evidence.train_loader
         if loader is None or not (loader.pin_memory and loader.num_workers) or not evidence.device_clock:
             return None

@@ -2,13 +2,13 @@
 
 ## Why it is slow
 
-A number has twice the bytes, and GPUs for the desktop compute float64 up to 64 times slower. Data from NumPy and
-pandas is float64 unless somebody says otherwise.
+A float64 number takes twice the memory of a float32 number, and consumer GPUs compute float64 up to 64 times slower.
+Arrays from NumPy and pandas are float64 by default.
 
 ## How it is known
 
-The costliest layers tried on the spot in both types, which stand for the rest of forward and backward; where that was
-not done, half of these.
+hasten times the costliest layers after the run in both dtypes and applies their gain to the whole forward and
+backward. Where that was not done, it assumes half of the time of forward and backward.
 
 ## Example
 
@@ -26,7 +26,7 @@ model = nn.Linear(20, 1)
 
 ## When the repair is safe
 
-Unless the result needs more than 7 digits, as in numerical solvers.
+Safe unless the result needs more than 7 digits, as in numerical solvers.
 
 ## Source
 
@@ -44,7 +44,7 @@ from hasten.evidence.weigh import COMPUTE, gain_of, in_words, place_of, seconds_
 class DoublePrecision(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding where layers were called with float64."""
+        """Return one finding if layers were called with float64 inputs."""
         double = [layer for layer in evidence.layers if layer.dtype == "float64"]
         if not double:
             return None

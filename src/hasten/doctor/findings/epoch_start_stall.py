@@ -1,13 +1,13 @@
-"""Each epoch begins with a wait for the first batch, on which one worker works alone.
+"""Each epoch begins with a wait for its first batch, which a single worker makes.
 
 ## Why it is slow
 
-With n workers a batch comes every n-th part of the time one of them needs for it. The first batch of an epoch takes
-all of that time, since all workers begin at once.
+With n workers, batches arrive n times as fast as one worker makes them. The first batch of an epoch takes the full
+time of one worker, since all workers start at once.
 
 ## How it is known
 
-The measured waits for first batches against those for ordinary ones.
+The measured waits for first batches compared with those for ordinary batches.
 
 ## Example
 
@@ -29,8 +29,8 @@ for epoch in range(100):
 
 ## When the repair is safe
 
-Where samples do not depend on what happens between epochs: workers make the next epoch's first batches while this one
-ends.
+Safe where samples do not depend on anything that happens between epochs: workers make the next epoch's first batches
+before the current epoch has ended.
 
 ## Source
 
@@ -54,6 +54,7 @@ class EpochStartStall(Rule):
         start = epoch_start(evidence, loader) if loader is not None and loader.num_workers > 1 else None
         if loader is None or start is None:
             return None
+        # Without persistent workers the pause includes their start, so other evidence must tell how long a batch takes.
         known = loader.persistent_workers or stages_of(evidence, loader) is not None or data_share(evidence) >= BOUND
         making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
         if not known or making < 2 * ordinary_seconds(evidence):

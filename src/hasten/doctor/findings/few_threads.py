@@ -2,11 +2,11 @@
 
 ## Why it is slow
 
-Matrix products are shared among threads; with fewer threads than cores the rest of the machine has nothing to do.
+Matrix products are divided among threads. With fewer threads than cores, the remaining cores are idle.
 
 ## How it is known
 
-The number of threads that torch has, the use of the CPU, and the time of products long enough to be shared.
+torch's number of threads, the CPU use, and the time of the matrix products that are long enough to be divided.
 
 ## Example
 
@@ -22,7 +22,7 @@ torch.set_num_threads(os.cpu_count())
 
 ## When the repair is safe
 
-Results differ by rounding, since sums are split otherwise. Not where several trainings share the machine.
+Results differ by rounding, since sums are divided differently. Not safe where several trainings share the machine.
 
 ## Source
 
@@ -36,15 +36,15 @@ from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import mean_during, saturated
 from hasten.evidence.weigh import COMPUTE, on_gpu, products, seconds_of, share_of
 
-_LONG = 3e-4  # seconds of a product from which more threads share it with profit
-_GAIN = 0.8  # of what as many threads as cores would bring if nothing were lost
-_MOST = 4  # times as fast, whatever the number of cores
+_LONG = 3e-4  # seconds: shorter products gain nothing from more threads
+_GAIN = 0.8  # share of the ideal speed-up that threads reach
+_MOST = 4  # greatest speed-up that is promised, whatever the number of cores
 
 
 class FewThreads(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding where cores are idle all the time."""
+        """Return a finding if torch uses fewer threads than cores are idle."""
         use, cores, threads = evidence.use, evidence.machine.cores, evidence.flags.threads
         if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
             return None

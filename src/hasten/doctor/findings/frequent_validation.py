@@ -2,12 +2,12 @@
 
 ## Why it is slow
 
-The training stands still while the model is evaluated.
+No training step runs while the model is validated.
 
 ## How it is known
 
-The measured time of forwards in eval mode or without gradients, and of validation loaders. The worth is that of
-validating half as often.
+The measured time of forwards in eval mode or without gradients, and of validation loaders. The worth is the time saved
+by validating half as often.
 
 ## Example
 
@@ -28,7 +28,7 @@ for epoch in range(100):
 
 ## When the repair is safe
 
-Where nothing (early stopping, a schedule, the choice of the best weights) counts validations.
+Safe where nothing counts validations: early stopping, a schedule, or the choice of the best weights.
 
 ## Source
 
@@ -42,24 +42,24 @@ from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of
 
-_OFTEN = 0.20  # share of the time from which validation is too much
-_EACH_STEP = 0.5  # share of the steps from which forwards without gradients are no validation: a policy that acts
+_OFTEN = 0.20  # share of the time from which validation counts as too frequent
+_EACH_STEP = 0.5  # in a greater share of the steps, forwards without gradients are no validation: a policy acting
 
 
 class FrequentValidation(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding where validation takes a fifth of the time or more."""
-        whole = seconds_of(evidence, *Phase)
+        """Return a finding if validation takes a fifth of the time or more."""
+        total = seconds_of(evidence, *Phase)
         validation = seconds_of(evidence, Phase.VALIDATION)
         steps = evidence.steady()
         validating = [step for step in steps if evidence.step_phases[step][Phase.VALIDATION] > 0]
-        if whole <= 0 or validation < _OFTEN * whole or len(validating) > _EACH_STEP * len(steps):
+        if total <= 0 or validation < _OFTEN * total or len(validating) > _EACH_STEP * len(steps):
             return None
         every = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
         return cls.timed(
-            f"validation takes {percent(validation / whole)} of the time{every}",
+            f"validation takes {percent(validation / total)} of the time{every}",
             "validate less often, on fewer batches, or in bigger ones; half of it would do for a start",
-            validation / whole / 2,
+            validation / total / 2,
             HowKnown.ESTIMATED,
         )

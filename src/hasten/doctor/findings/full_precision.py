@@ -1,16 +1,17 @@
-"""Matrix work runs in float32 although it is faster in 16 bits here.
+"""Matrix products and convolutions run in float32, although a 16-bit dtype is faster on this machine.
 
 ## Why it is slow
 
-Tensor cores, and CPUs with bf16 instructions, compute 16-bit products several times faster, and half as many bytes
-are moved.
+Tensor cores, and CPUs with bf16 instructions, compute 16-bit products several times faster, and only half as many
+bytes are moved.
 
 ## How it is known
 
-Autocast switched on and off in the run itself, in blocks of steps; on a CPU with glibc told to keep memory, as the
-fix says. Where the run was too short: layers tried on the spot, one by one. On a GPU where neither was done: half of
-what its products take. On a CPU layers stand for a step that was not tried, so that is an estimate, and below 5 %
-nothing is said; nor with LBFGS, whose line search compares losses that differ by less than bfloat16 can tell.
+hasten switches autocast on and off during the run, in blocks of steps; on a CPU glibc keeps its memory during that, as
+the fix advises. Where the run was too short for that, it times single layers after the run. On a GPU where neither was
+done, the worth is half of the time of matrix products and convolutions. On a CPU the layers only represent a step that
+was not timed, so the worth is an estimate, and below 5 % nothing is reported. A CPU training with LBFGS is not
+reported: its line search compares losses that differ by less than bfloat16 can resolve.
 
 ## Example
 
@@ -29,8 +30,8 @@ loss.backward()
 
 ## When the repair is safe
 
-Results differ by rounding. float16 needs a `torch.amp.GradScaler` as well. `hasten tune` compares the losses with
-those of other seeds.
+Results differ by rounding. float16 also needs a `torch.amp.GradScaler`. `hasten tune` compares the losses with those
+of other seeds.
 
 ## Source
 
@@ -58,7 +59,7 @@ class FullPrecision(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the `precision` technique applies and 16 bits were, or are estimated to be, faster."""
         choices = Precision.settings(evidence)
         if isinstance(choices, Refusal):
             return None
@@ -70,8 +71,9 @@ class FullPrecision(Rule):
         tried = evidence.measured_for(cls.name)
         if device == "cpu":
             too_little = saved(evidence, tried) < CERTAIN and not is_sure(evidence, cls.name)
-            if too_little or any(one.name == "LBFGS" for one in evidence.optimizers):
+            if too_little or any(optimizer.name == "LBFGS" for optimizer in evidence.optimizers):
                 return None
+            # The casts allocate memory that glibc would return at each step, which can cost more than bf16 gains.
             fix += keeping(evidence)
         if tried:
             worth = saved(evidence, tried)
@@ -81,6 +83,7 @@ class FullPrecision(Rule):
                 f"{layers} and the like compute in float32; in {narrow} they take {percent(gain_of(tried))} less time"
             )
         elif device == "cpu":
+            # No estimate without a trial; `switched` puts in the gain that switching showed.
             worth, how_known, what = (
                 0.0,
                 HowKnown.ESTIMATED,
@@ -94,13 +97,13 @@ class FullPrecision(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Return whether forward and backward take long enough, and losses may be those of 16 bits."""
-        searches = any(one.name == "LBFGS" for one in evidence.optimizers) and not on_gpu(evidence)
+        """Return whether forward and backward take 5 % of the step or more, and no LBFGS on a CPU compares losses."""
+        searches = any(optimizer.name == "LBFGS" for optimizer in evidence.optimizers) and not on_gpu(evidence)
         return not searches and share_of(evidence, seconds_of(evidence, *COMPUTE)) >= CERTAIN
 
     @classmethod
     def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
-        """On a CPU with memory kept, as the fix says."""
+        """Return what to switch; on a CPU together with glibc's memory kept, as the fix advises."""
         wanted = super().to_try(evidence)
         if wanted and not on_gpu(evidence) and keeping(evidence):
             wanted[Allocator.name] = "glibc"

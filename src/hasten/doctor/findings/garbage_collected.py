@@ -1,9 +1,9 @@
-"""`gc.collect()` is called in the loop.
+"""`gc.collect()` is called in the training loop.
 
 ## Why it is slow
 
-It walks all objects of the process, tens of milliseconds with torch loaded. Tensors are freed without it as soon as
-nothing refers to them.
+The collector visits every object of the process, which takes tens of milliseconds with torch loaded. Tensors are freed
+without it as soon as nothing refers to them.
 
 ## How it is known
 
@@ -30,7 +30,7 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Always for the result. Objects that refer to each other are still collected by Python itself, now and then.
+Always safe for the result. Python still collects objects that refer to each other, from time to time.
 
 ## Source
 
@@ -53,13 +53,13 @@ _CALLS = ("gc.collect",)
 class GarbageCollected(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that collects garbage."""
         fix = "take it out, or call it once an epoch"
         yield from timed_calls(cls, evidence, "gc_collect", lambda event, often: f"gc.collect() {often}", fix)
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Find these calls within training steps."""
+        """Find calls of `gc.collect` within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "all of Python's objects are searched for garbage in every step",

@@ -1,12 +1,13 @@
-"""torch.compile leaves its graph at a line that it cannot hold.
+"""torch.compile breaks the graph at a line that it cannot compile.
 
 ## Why it is slow
 
-Each break is one more call from Python, and nothing is fused across it.
+Each break returns to Python once more, and nothing is fused across it.
 
 ## How it is known
 
-torch's own list of breaks. What a break costs is an estimate; what it keeps from being fused is not known.
+torch's own list of graph breaks. The cost of a break is an estimate of its overhead; what fusion across it would save
+is not known.
 
 ## Example
 
@@ -28,7 +29,7 @@ def forward(x):
 
 ## When the repair is safe
 
-Move the line out of compiled code; `torch.compile(model, fullgraph=True)` shows every place.
+Move the line out of the compiled code. `torch.compile(model, fullgraph=True)` shows every such place.
 
 ## Source
 
@@ -44,21 +45,21 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST, share_of
 
-_BREAK = 100e-6  # seconds that a graph break costs a step, forward and backward: an estimate
+_BREAK = 100e-6  # seconds that a graph break costs per step, forward and backward: an estimate
 
 
 class GraphBreaks(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per line; a break's cost is an estimate without what it keeps from being fused."""
+        """Return a finding for each line that breaks the graph."""
         reasons = evidence.sampled.graph_breaks if evidence.sampled else ()
         worth = share_of(evidence, _BREAK)
         known = worth if worth >= LEAST else None
-        for place, those in by_place(reasons).items():
+        for place, at_place in by_place(reasons).items():
             yield cls.finding(
-                f"torch.compile leaves its graph here: {first_line_of(those[0], place)}",
+                f"torch.compile leaves its graph here: {first_line_of(at_place[0], place)}",
                 "move it out of the compiled code (torch.compile(model, fullgraph=True) shows every place)",
                 severity_of(known), known, HowKnown.ESTIMATED,
                 place=place,
-                details=those,
+                details=at_place,
             )  # fmt: skip

@@ -2,13 +2,13 @@
 
 ## Why it is slow
 
-`item`, `float`, `cpu`, `print` and `if` need the number itself, so the CPU waits until the GPU has done all earlier
-work. Meanwhile it launches nothing, and the GPU runs dry.
+`item`, `float`, `cpu`, `print` and `if` need the value itself, so the CPU waits until the GPU has finished all earlier
+work. The CPU launches nothing during that wait, and the GPU becomes idle.
 
 ## How it is known
 
-The measured waits and the GPU's idleness: no more can be saved than the time in which the GPU has nothing to do.
-Tensors on the CPU and torch's own reads are left out.
+The measured waits and the GPU's idle time: no more can be saved than the time in which the GPU is idle. Tensors on the
+CPU and torch's own reads do not count.
 
 ## Example
 
@@ -34,8 +34,8 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-The sum is then kept on the GPU in float32, where it may round otherwise than Python's float64; read it after the loop
-or every n steps. `hasten fix` does this where the name is local and nothing else reads it in the loop.
+The sum is then kept on the GPU in float32, where it may round differently from Python's float64. Read it after the
+loop or every n steps. `hasten fix` does this where the name is local and nothing else reads it in the loop.
 
 ## Source
 
@@ -91,7 +91,7 @@ class HostSync(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script in which the CPU waits for a value."""
         lines = by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
         for events in lines:
             count, spent = sum(event.count for event in events), per_step(evidence, events)
@@ -109,7 +109,7 @@ class HostSync(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Reads of computed values in steps: one problem a statement."""
+        """Find reads of computed values within steps; at most one problem per statement."""
         if not code.trains_on_device or not code.training.any:
             return
         seen: set[cst.CSTNode] = set()
@@ -118,7 +118,7 @@ class HostSync(Rule):
                 continue
             statement = _statement(code, node)
             if statement in seen or any(_reading_below(code, node)):
-                continue  # the first read waits; those after it in the same statement find everything done
+                continue  # only the first read of a statement waits: the GPU is done by the second
             seen.add(statement)
             mends, left = deferred(code, node)
             yield Problem(
@@ -131,50 +131,53 @@ class HostSync(Rule):
 
 
 def _statement(code: Code, node: cst.CSTNode) -> cst.CSTNode:
-    """The small statement a node is part of, or the compound one in whose head it stands."""
+    """Return the simple statement that contains a node, or the compound statement whose header does."""
     while not isinstance(node, cst.BaseSmallStatement | cst.BaseCompoundStatement):
         node = code.script.parents[node]
     return node
 
 
 def _reading_below(code: Code, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Reads inside this one: of `print(loss.item())` the inner one is meant."""
+    """Yield the reads inside a node: in `print(loss.item())` the inner one is the one that waits."""
     for below in walk(node):
         if below is not node and isinstance(below, cst.BaseExpression) and _reads(code, below):
             yield below
 
 
 def _on_device(code: Code, node: cst.CSTNode | None) -> bool:
-    """Whether an expression is one tensor of the device."""
+    """Return whether an expression is a single tensor on the device, not a collection or an array."""
     kind = code.kind(node)
     return bool(kind & Kind.DEVICE) and not kind & (Kind.MANY | Kind.ARRAY)
 
 
 def _reads(code: Code, node: cst.CSTNode) -> bool:
-    """Whether evaluating this node alone (not what is below it) waits."""
+    """Return whether evaluating the node waits, apart from the nodes inside it."""
     if isinstance(node, cst.Call):
         return _call_reads(code, node)
-    if isinstance(node, cst.FormattedString):
+    if isinstance(node, cst.FormattedString):  # f"{loss}"
         return any(
             isinstance(part, cst.FormattedStringExpression) and _on_device(code, part.expression) for part in node.parts
         )
-    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):  # "%f" % loss
         return isinstance(node.left, cst.BaseString) and _shows(code, node.right)
-    if isinstance(node, cst.Comparison | cst.Call):
+    if isinstance(node, cst.Comparison | cst.Call):  # if loss > best
         return _on_device(code, node) and _is_test(code, node)
     return False
 
 
 def _shows(code: Code, node: cst.BaseExpression) -> bool:
+    """Return whether the right side of a `%` format holds a tensor on the device."""
     if isinstance(node, cst.Tuple):
         return any(_on_device(code, element.value) for element in node.elements)
     return _on_device(code, node)
 
 
 def _call_reads(code: Code, node: cst.Call) -> bool:
+    """Return whether a call reads a tensor from the device."""
     name, inner = last_name(node.func), receiver(node)
     first = node.args[0].value if node.args else None
     if inner is not None:
+        # `module.item(x)` is a function of an imported module, not a method of a tensor.
         if name in _READS_IN_CODE and not code.script.imports.get(dotted(inner).split(".")[0]):
             return _on_device(code, inner)
         if name == "to" and first is not None:
@@ -190,7 +193,7 @@ def _call_reads(code: Code, node: cst.Call) -> bool:
 
 
 def _is_test(code: Code, node: cst.CSTNode) -> bool:
-    """Whether a value decides which way the code goes."""
+    """Return whether a value is the condition of an `if`, `while` or `assert`, also through `not`, `and`, `or`."""
     above = code.script.parents[node]
     while isinstance(above, cst.BooleanOperation) or (
         isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not)

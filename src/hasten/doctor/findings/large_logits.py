@@ -1,15 +1,15 @@
-"""Logits of many classes are held several times over by their cross entropy.
+"""Cross entropy holds the logits of many classes several times over.
 
 ## Why it is slow
 
-A language model's logits (rows x classes) are often its largest tensor. `F.cross_entropy` keeps their log-softmax, and
-its backward makes two more tensors of that size. The memory is missing for a larger batch, and all of it is written and
-read again.
+The logits of a language model (rows x classes) are often its largest tensor. `F.cross_entropy` keeps their
+log-softmax, and its backward creates two more tensors of that size. This memory is not available for a larger batch,
+and all of it is written and read again.
 
 ## How it is known
 
-Cross entropies of 2 million logits or more are noted with their sizes. The finding is given where two copies are a
-fifth of the peak or more.
+hasten records cross entropies of 2 million logits or more with their sizes. They are reported where two copies take a
+fifth of the peak memory or more.
 
 ## Example
 
@@ -27,9 +27,9 @@ loss = head(hidden, targets)  # logits of a few rows at a time
 
 ## When the repair is safe
 
-The technique `chunked_loss` leaves the code as it is and saves two copies of the logits: `chunked_loss = true` in a
-plan, `Trainer(chunked_loss=True)`. The layer above never holds logits at all. Loss and gradients are the same but for
-rounding. The technique leaves class weights, label smoothing and probabilities as targets alone.
+The technique `chunked_loss` changes no code and saves two copies of the logits: `chunked_loss = true` in a plan, or
+`Trainer(chunked_loss=True)`. The layer above never holds all logits at once. Loss and gradients are the same except
+for rounding. The technique skips losses with class weights, label smoothing or probabilities as targets.
 
 ## Source
 
@@ -47,8 +47,8 @@ from hasten.evidence.figures import percent
 from hasten.evidence.weigh import on_gpu, peak_memory
 from hasten.techniques.memory.chunked_loss import ChunkedLoss
 
-_LEAST = 0.2  # of the peak that two copies are
-_FULL = 0.8  # of the memory: from here on it matters by itself
+_LEAST = 0.2  # share of the peak memory that two copies must take
+_FULL = 0.8  # share of the memory from which a high peak is a problem as such
 
 
 class LargeLogits(Rule):
@@ -59,8 +59,8 @@ class LargeLogits(Rule):
         """Return at most one finding, for the largest logits."""
         device = "cuda" if on_gpu(evidence) else "cpu"
         sizes = [(_bytes(event.detail), event) for event in evidence.events_of("large_loss") if event.device == device]
-        size, event = max(sizes, key=lambda one: one[0], default=(0, None))
-        whole, peak = peak_memory(evidence)
+        size, event = max(sizes, key=lambda pair: pair[0], default=(0, None))
+        total, peak = peak_memory(evidence)
         if event is None or peak <= 0 or 2 * size < _LEAST * peak:
             return None
         return cls.finding(
@@ -69,13 +69,13 @@ class LargeLogits(Rule):
             f" {peak / 2**30:.1f} GiB",
             "compute it some rows at a time: `chunked_loss = true` in a plan, Trainer(chunked_loss=True), or"
             " hasten.nn.ChunkedCrossEntropy, which never holds all logits",
-            Severity.MEDIUM if whole and peak >= _FULL * whole else Severity.NOTE,
+            Severity.MEDIUM if total and peak >= _FULL * total else Severity.NOTE,
             place=event.where,
             setting="true",
         )
 
 
 def _bytes(detail: str) -> int:
-    """Return the bytes of logits by what was noted of them: "8192 x 50257, 4"."""
-    found = re.fullmatch(r"(\d+) x (\d+), (\d+)", detail)
-    return int(found[1]) * int(found[2]) * int(found[3]) if found else 0
+    """Return the bytes of the logits that an event's detail describes ("8192 x 50257, 4"); 0 if it does not."""
+    match = re.fullmatch(r"(\d+) x (\d+), (\d+)", detail)
+    return int(match[1]) * int(match[2]) * int(match[3]) if match else 0

@@ -1,14 +1,14 @@
-"""Operators are so small that starting them takes longer than what they compute.
+"""Operators are so small that launching them takes longer than computing them.
 
 ## Why it is slow
 
-Each operator costs some microseconds of Python, dispatch and launch, whatever its size. Below that the device waits
-for the CPU.
+Each operator costs some microseconds of Python, dispatch and kernel launch, whatever its size. If an operator computes
+for less than that, the device waits for the CPU.
 
 ## How it is known
 
-On a GPU: its idleness and the number of kernels a step. On a CPU: the number of operators, times what one costs that
-has next to nothing to do, measured on the spot.
+On a GPU: its idle time and the number of kernels per step. On a CPU: the number of operators multiplied by the
+overhead of one operator, which is measured after the run on an operator that computes almost nothing.
 
 ## Example
 
@@ -41,24 +41,25 @@ from hasten.evidence.figures import percent
 from hasten.evidence.weigh import on_gpu, products, seconds_of, share_of, short, steady_seconds
 
 _WORK = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-_LAUNCH = 5e-6  # seconds of the host to launch a kernel, at the least
-_OPERATOR = 3e-6  # seconds of Python and torch around an operator on a CPU; measured where that could be done
-_MOST = 8e-6  # of these, whatever was measured
-_FAR = 4  # times that, from which on a matrix product computes: under the profiler it looks longer than it is
+_LAUNCH = 5e-6  # least seconds of CPU time to launch a kernel
+_OPERATOR = 3e-6  # seconds of overhead per operator on a CPU, if it was not measured
+_MOST = 8e-6  # greatest overhead per operator that is believed, whatever was measured
+_FAR = 4  # a matrix product that takes this many overheads computes; the profiler makes short ones look longer
 
 
 class LaunchBound(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """On a GPU: it waits while the host launches. On a CPU: what operators cost that have next to nothing to do."""
+        """Return a finding if the GPU waits for launches, or if a CPU spends the step on the overhead of operators."""
         return _idle_gpu(evidence) if on_gpu(evidence) else _small_operators(evidence)
 
 
 def _idle_gpu(evidence: Evidence) -> Finding | None:
+    """Return a finding if launching kernels keeps the CPU busy while the GPU is idle."""
     sampled = evidence.sampled
     if sampled is None or sampled.launches is None or sampled.device_busy is None or sampled.device_busy > 0.7:
         return None
-    if share_of(evidence, sampled.launches * _LAUNCH) < 0.2:  # it is idle for another reason
+    if share_of(evidence, sampled.launches * _LAUNCH) < 0.2:  # the GPU is idle for another reason
         return None
     idle = min(1 - sampled.device_busy, share_of(evidence, seconds_of(evidence, *_WORK)))
     return LaunchBound.timed(
@@ -71,16 +72,19 @@ def _idle_gpu(evidence: Evidence) -> Finding | None:
 
 
 def _small_operators(evidence: Evidence) -> Finding | None:
+    """Return a finding if the overhead of operators takes 30 % of the step or more on a CPU."""
     sampled = evidence.sampled
     seconds = seconds_of(evidence, *_WORK)
     if sampled is None or sampled.calls < 10:
         return None
-    # How many operators L-BFGS runs is a matter of its history and line search; twice the batch took twice as long.
+    # L-BFGS runs many operators for its history and line search, and a bigger batch does not help: in a test twice
+    # the batch took twice as long.
     if any(optimizer.name == "LBFGS" for optimizer in evidence.optimizers):
         return None
     tried = evidence.measured_for(LaunchBound.name)
-    # Measured on a machine that was busier than during the run it would be too much.
+    # The overhead is measured after the run; a machine that is busier by then would show too much.
     least = min(tried[0].before, tried[0].after, _MOST) if tried else _OPERATOR
+    # Products long enough to compute are not overhead.
     overhead = share_of(evidence, min(seconds - products(evidence, least=_FAR * least), sampled.calls * least))
     if overhead < 0.3:
         return None

@@ -1,13 +1,13 @@
-"""Memory rises with every step.
+"""Memory use grows with every step.
 
 ## Why it is slow
 
-The run ends when memory is used up, often hours in; before that a CPU swaps.
+The run ends when memory is exhausted, often after hours. Before that, a CPU training begins to swap.
 
 ## How it is known
 
-A line through the memory at many steps after the warm-up, that explains it, does not flatten, and would reach the
-machine's memory (or the GPU's) within 100 000 steps.
+hasten fits a straight line through the memory use at many steps after the warm-up. It reports growth that the line
+explains, that does not slow down, and that would fill the memory of the machine or the GPU within 100 000 steps.
 
 ## Example
 
@@ -27,7 +27,7 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Where the rest of what was kept is not used later.
+Safe where the part that is no longer kept is not used later.
 
 ## Source
 
@@ -44,30 +44,32 @@ from hasten.doctor.figures import GRAPHS, kept_losses
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, MemoryPoint, Severity
 
-_POINTS = 6  # that a line is fitted through, at the least
-_SPAN = 100  # steps that the line must cover: heaps of several threads settle over some dozens
-_GROWN = 32 << 20  # bytes: below this a growth may be an allocator's
-_STEADY = 0.9  # of the variance that a straight line must explain
-_FAR = 100_000  # steps within which a growth must fill the memory to matter
-_SOON = 20_000
+_POINTS = 6  # least points that a line is fitted through
+_SPAN = 100  # least steps that the line must cover: heaps of several threads take dozens of steps to settle
+_GROWN = 32 << 20  # bytes: smaller growth may be the allocator's
+_STEADY = 0.9  # share of the variance that a straight line must explain
+_FAR = 100_000  # steps within which growth must fill the memory to be reported
+_SOON = 20_000  # and to be reported as HIGH
 
 
 class MemoryCreep(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return at most one finding: for the GPU's memory, else for the process's."""
+        """Return at most one finding: for the GPU's memory, else for the process's memory."""
         points = _settled(evidence)
-        room = next((gpu.memory_total for gpu in evidence.used.gpus), 0) or 80 << 30
+        gpu_limit = next((gpu.memory_total for gpu in evidence.used.gpus), 0) or 80 << 30  # 80 GiB if unknown
         gpu = [(point.step, point.gpu) for point in points if point.gpu is not None]
         series = [
-            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], room),
+            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], gpu_limit),
             ("the process", [p.step for p in points], [p.rss for p in points], evidence.machine.memory_bytes),
         ]
+        # Graphs that are kept explain growth, so it need not be watched for long.
         span = 1 if _graphs_kept(evidence) else _SPAN
         for whose, steps, held, limit in series:
             growth = _growth(steps, held, limit, span)
             if growth is None:
                 continue
+            # Graphs that are kept tell the line that causes the growth.
             kept = next((e for e in evidence.events_of("retained_graph") if e.count >= GRAPHS and e.where), None)
             yield cls.finding(
                 f"memory of {whose} grows by {growth.a_step / 2**20:.2g} MiB a step, {growth.grown / 2**20:.0f} MiB in "
@@ -83,7 +85,14 @@ class MemoryCreep(Rule):
 
 @dataclass(frozen=True)
 class _Growth:
-    """A steady growth of memory: bytes a step, the bytes at the end, the step at which `limit` is reached."""
+    """A steady growth of memory.
+
+    Attributes:
+        a_step: Bytes per step.
+        grown: Bytes over the whole series.
+        last: Bytes in use at the end.
+        full_at: Number of the step at which the memory will be full.
+    """
 
     a_step: float
     grown: float
@@ -92,15 +101,17 @@ class _Growth:
 
 
 def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth | None:
-    """The growth of a series over at least `span` steps.
+    """Return the growth of a series over at least `span` steps.
 
-    None unless it rises along a line, does not slow down, and would fill `limit` soon.
+    None unless the series rises along a straight line, does not slow down, and would fill `limit` bytes within `_FAR`
+    steps.
     """
     if len(steps) < _POINTS or steps[-1] - steps[0] < span or held[-1] - held[0] < _GROWN:
         return None
-    if len(set(held)) < len(held) // 2:  # a few jumps are no line
+    if len(set(held)) < len(held) // 2:  # mostly repeated values: a few jumps, not a line
         return None
     slope = statistics.linear_regression(steps, held).slope
+    # A cache that fills slows down towards the end; a leak grows in the last third as it did on average.
     third = len(steps) // 3
     late = (held[-1] - held[-1 - third]) / max(1, steps[-1] - steps[-1 - third])
     early = (held[third] - held[0]) / max(1, steps[third] - steps[0])
@@ -112,10 +123,10 @@ def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth
 
 
 def _settled(evidence: Evidence) -> list[MemoryPoint]:
-    """The points at which memory should no longer grow: behind the warm-up, and behind the first time through the data.
+    """Return the points at which memory should no longer grow: after the warm-up and after the first epoch.
 
-    A dataset that keeps its samples, or a file that is mapped into memory, fills up once; what grows in the first pass
-    already counts where graphs were kept or workers, not this process, read the data.
+    A dataset that keeps its samples, or a file that is mapped into memory, grows during the first epoch and stops. The
+    first epoch counts if that cannot be the reason: if graphs are kept, or if workers read the data.
     """
     points = [point for point in evidence.memory if point.step >= 10]
     loader = evidence.train_loader
@@ -126,4 +137,5 @@ def _settled(evidence: Evidence) -> list[MemoryPoint]:
 
 
 def _graphs_kept(evidence: Evidence) -> bool:
+    """Return whether losses are kept with their graphs, as `retained_graph` reports."""
     return any(kept_losses(event.count, event.detail, event.steps) for event in evidence.events_of("retained_graph"))

@@ -1,13 +1,13 @@
-"""Memory is nearly used up.
+"""Memory is nearly full.
 
 ## Why it is slow
 
-The next longer batch ends the training. On a GPU torch frees its cache and asks again, over and over, long before
-that.
+The next larger batch ends the training with an out-of-memory error. On a GPU, torch starts to free its cache and
+allocate again, repeatedly, long before that.
 
 ## How it is known
 
-Peaks: what torch had allocated on the GPU, what the process that trains held of the machine's memory.
+Peak memory: what torch had allocated on the GPU, and what the training process held of the machine's memory.
 
 ## Example
 
@@ -24,10 +24,11 @@ with torch.autocast("cuda", torch.bfloat16):
 
 ## When the repair is safe
 
-16 bits change results by rounding. What keeps them: the techniques `activation_checkpointing` (blocks are computed
-again in the backward), `activation_offload` (activations wait in the host's memory) and `optimizer_in_backward` (no
-gradient outlives its step). `hasten tune --memory SIZE` finds the cheapest plan that leaves room. `host_embeddings`
-keeps tables, their gradients and the optimizer's state in the host's memory: results change by rounding.
+16-bit dtypes change results by rounding. These techniques keep results the same: `activation_checkpointing` (blocks
+are recomputed in the backward), `activation_offload` (activations are kept in the host's memory) and
+`optimizer_in_backward` (each gradient is dropped once its parameter has been updated). `hasten tune --memory SIZE`
+finds the fastest plan that leaves room. `host_embeddings` keeps embedding tables, their gradients and their optimizer
+state in the host's memory; it changes results by rounding.
 
 ## Source
 
@@ -44,13 +45,13 @@ from hasten.evidence import Evidence, Finding, Layer, Severity
 from hasten.evidence.weigh import on_gpu, peak_memory, weight_bytes
 from hasten.planner.job import numbers_kept
 
-_LARGE = 0.15  # of the peak: what gradients or the optimizer's state take is said from here on
+_LARGE = 0.15  # share of the peak from which gradients, optimizer state and the like are named
 
 
 class MemoryNearlyFull(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding for the GPU's memory and one for the machine's."""
+        """Return a finding for a full GPU and one for a full machine."""
         total, peak = peak_memory(evidence)
         if on_gpu(evidence) and total and peak >= 0.92 * total:
             yield cls.finding(
@@ -73,7 +74,7 @@ class MemoryNearlyFull(Rule):
 
 
 def _shares_of(evidence: Evidence, peak: int) -> tuple[str, ...]:
-    """Return sentences on what gradients, optimizer state and activations take of it, and what takes less."""
+    """Return a sentence for each large part of the peak (gradients, optimizer state, ...) and how to shrink it."""
     weights, gradients = weight_bytes(evidence)
     lines = []
     if gradients >= _LARGE * peak:
@@ -82,8 +83,8 @@ def _shares_of(evidence: Evidence, peak: int) -> tuple[str, ...]:
             " as its parameter is stepped"
         )
     try:
-        kept = max((numbers_kept(one) for one in evidence.optimizers if one.steps), default=0)
-    except HastenError:  # an optimizer that nobody knows
+        kept = max((numbers_kept(optimizer) for optimizer in evidence.optimizers if optimizer.steps), default=0)
+    except HastenError:  # an unknown optimizer: the size of its state is not known
         kept = 0
     states = kept * gradients
     if states >= _LARGE * peak:
@@ -91,14 +92,14 @@ def _shares_of(evidence: Evidence, peak: int) -> tuple[str, ...]:
             f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
             " bitsandbytes) keep a quarter of that, and train to another result"
         )
-    tables = (2 + kept) * sum(map(_table_bytes, evidence.layers))  # with gradients
+    tables = (2 + kept) * sum(map(_table_bytes, evidence.layers))  # weights, gradients and state
     if on_gpu(evidence) and tables >= _LARGE * peak:
         lines.append(
             f"embedding tables, with gradients and the optimizer's state, are about {tables / 2**30:.1f} GiB of it: the"
             " technique host_embeddings keeps them in the host's memory"
         )
     rest = peak - weights - gradients - states
-    if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU it may be the script's data as well
+    if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU the rest may also be the script's data
         lines.append(
             f"about {rest / 2**30:.1f} GiB of it are neither weights nor gradients nor the optimizer's state, so mostly"
             " activations: the technique activation_checkpointing computes those of repeated blocks again,"

@@ -1,12 +1,13 @@
-"""A GPU's memory is mostly free while it has little to compute.
+"""A GPU's memory is mostly free while the GPU has little to compute.
 
 ## Why it is slow
 
-A small batch leaves most of a GPU's cores without work; a bigger one takes hardly longer.
+A small batch leaves most of a GPU's cores idle; a bigger batch takes hardly longer.
 
 ## How it is known
 
-The peak that torch had allocated and how busy the GPU was; only where it is idle for want of work, not of data.
+The peak memory that torch allocated and how busy the GPU was. Reported only if the GPU is idle for lack of work, not
+because it waits for data.
 
 ## Example
 
@@ -22,8 +23,8 @@ loader = DataLoader(dataset, batch_size=128)
 
 ## When the repair is safe
 
-Another batch size changes how the model learns and wants another learning rate: compare the result, not the speed
-alone.
+Another batch size changes how the model learns and needs another learning rate: compare the results, not only the
+speed.
 
 ## Source
 
@@ -45,7 +46,7 @@ class MemoryUnderused(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if less than half of the memory was used and the GPU computes under 70 % of the time."""
         busy, (total, peak) = device_busy(evidence), peak_memory(evidence)
         if not total or not peak or busy is None:
             return None

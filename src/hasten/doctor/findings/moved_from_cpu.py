@@ -1,12 +1,12 @@
-"""Tensors are made on the CPU and moved to the GPU in every step.
+"""Tensors are created on the CPU and moved to the GPU in every step.
 
 ## Why it is slow
 
-Each move waits for the GPU and goes over the bus. Made on the GPU, the tensor is there at once.
+Each move waits for the GPU and transfers data over the bus. A tensor created on the GPU needs neither.
 
 ## How it is known
 
-The measured time of these copies, of which no more counts than the GPU's idleness.
+The measured time of these copies, limited to the time in which the GPU is idle.
 
 ## Example
 
@@ -30,8 +30,8 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-For constants always. Random numbers drawn on the GPU are others than those of the CPU's generator, so `hasten fix`
-leaves those alone.
+Always for constants. Random numbers drawn on the GPU differ from those of the CPU's generator, so `hasten fix` leaves
+such calls unchanged.
 
 ## Source
 
@@ -54,6 +54,7 @@ from hasten.doctor.source.syntax import argument, device_of, is_open, receiver, 
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 
+# Functions by what changes when they run on the GPU: nothing, rounding, the random numbers.
 _EXACT = frozenset([
     "torch.zeros", "torch.ones", "torch.full", "torch.empty", "torch.arange", "torch.eye", "torch.tensor",
 ])  # fmt: skip
@@ -66,7 +67,7 @@ class MovedFromCpu(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that moves a new tensor to the GPU."""
         for events in by_line(evidence.events_of("moved")):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             yield from wait_finding(
@@ -80,7 +81,7 @@ class MovedFromCpu(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Factory calls that are moved right away, where code runs again and again."""
+        """Find tensors that are created and moved in one expression, in code that runs repeatedly."""
         for call in code.script.calls:
             device, made = device_of(call), receiver(call)
             if device is None or not isinstance(made, cst.Call) or not code.repeats(call):
@@ -95,17 +96,19 @@ class MovedFromCpu(Rule):
                 left = "on the device it would round otherwise"
             elif argument(made, "pin_memory") is not None or argument(made, "out") is not None:
                 left = "it is pinned, or has a place already"
-            where = code.text(device)
+            target = code.text(device)
             yield Problem(
                 call,
                 f"`{code.text(made)}` is made on the CPU and then copied",
-                f"make it where it is needed: device={where}",
+                f"make it where it is needed: device={target}",
                 () if left else (Mend(call, _made_there(device)),),
                 left,
             )
 
 
 def _made_there(device: cst.BaseExpression) -> Any:
+    """Return the change of `torch.zeros(3).cuda()` into `torch.zeros(3, device="cuda")`."""
+
     def change(call: Any) -> cst.CSTNode:
         made = with_keyword(call.func.value, "device", device)
         return made.with_changes(lpar=[*call.lpar, *made.lpar], rpar=[*made.rpar, *call.rpar])

@@ -2,11 +2,11 @@
 
 ## Why it is slow
 
-It costs no time. Gradients through many time steps can explode, and one such batch ruins the weights.
+This costs no time. Gradients over many time steps can explode, and a single such batch ruins the weights.
 
 ## How it is known
 
-From the layers and from calls that clip; how much it matters from jumps of the loss.
+From the layers and from calls that clip gradients. Jumps of the loss tell how much it matters.
 
 ## Example
 
@@ -33,7 +33,7 @@ for x, y in loader:
 
 ## When the repair is safe
 
-It changes steps whose gradients are longer than the bound, and only those.
+The change affects only steps whose gradient norm exceeds the bound.
 
 ## Source
 
@@ -64,12 +64,12 @@ class NoGradientClipping(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding, and only for a run in which clipping would have been seen."""
+        """Return a finding for a recurrent network, if the run was watched closely enough to see clipping."""
         if evidence.listened != "doctor" or not evidence.steps or evidence.events_of("clip"):
             return None
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if stepping and all(optimizer.name == "LBFGS" for optimizer in stepping):
-            return None  # it takes the loss's curvature from gradients as they are
+            return None  # LBFGS estimates curvature from gradients, which clipping would distort
         kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
         if not kinds:
             return None
@@ -87,13 +87,14 @@ class NoGradientClipping(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Recurrent nets that are trained in this file without clipping."""
+        """Find recurrent networks that this file trains without clipping."""
+        # Any name with "clip" in it counts: `clip_grad_norm_`, an own `clip_gradients`, an option `args.clip`.
         clips = any("clip" in node.value for node in code.script.nodes if isinstance(node, cst.Name))
         recurrent = next(
             (call for call in code.script.calls if code.script.qualified(call.func) in _RECURRENT_IN_CODE), None
         )
-        by_curvature = {last_name(call.func) for call in code.script.optimizers} == {"LBFGS"}
-        if clips or recurrent is None or by_curvature:
+        only_lbfgs = {last_name(call.func) for call in code.script.optimizers} == {"LBFGS"}
+        if clips or recurrent is None or only_lbfgs:
             return
         for call in code.script.calls:
             if code.training.goes_backward(call) and code.training.in_step(call):
@@ -107,7 +108,7 @@ class NoGradientClipping(Rule):
 
 
 def spikes(evidence: Evidence) -> int:
-    """Return how often the loss jumped to over four times the median of the 20 before it."""
+    """Return how often a loss exceeded four times the median of the 20 losses before it."""
     losses = [loss for loss in evidence.losses if loss is not None and math.isfinite(loss)]
     return sum(
         losses[index] > 4 * middle > 0

@@ -1,13 +1,13 @@
-"""Layers or batches have sizes that are no multiple of what the hardware wants.
+"""Sizes of layers or batches are not multiples of the hardware's tile size.
 
 ## Why it is slow
 
-Kernels work on tiles of 8, 16 or 64 numbers. A size just beyond a multiple computes a whole tile for its rest, or
-takes a slower kernel.
+Kernels work on tiles of 8, 16 or 64 numbers. A size just above a multiple computes a whole tile for the remainder, or
+needs a slower kernel.
 
 ## How it is known
 
-Only where it was tried on this machine, for the very sizes, and brought something.
+Reported only where a rounded size was timed after the run, on this machine and for this size, and was faster.
 
 ## Example
 
@@ -23,8 +23,8 @@ head = nn.Linear(768, 50304)
 
 ## When the repair is safe
 
-Where the extra columns are never targets (a vocabulary) or the model is trained from the start. A checkpoint of the
-other size no longer fits.
+Safe where the extra columns are never targets (a vocabulary), or if the model is trained from the start. A checkpoint
+of the old size no longer fits the model.
 
 ## Source
 
@@ -47,26 +47,30 @@ _BATCH = "batch_size="
 class OddSizes(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return findings only for sizes that were tried on this machine and brought something."""
+        """Return a finding for each layer whose rounded size was measured faster, and one for the batch size."""
         tried = evidence.measured_for(cls.name)
+        # A layer may have been tried with several sizes: keep the best.
         best: dict[str, Measurement] = {}
-        for one in tried:
-            if not one.detail.startswith(_BATCH) and one.saved > (best[one.where].saved if one.where in best else 0):
-                best[one.where] = one
-        for one in best.values():
+        for trial in tried:
+            if not trial.detail.startswith(_BATCH) and trial.saved > (
+                best[trial.where].saved if trial.where in best else 0
+            ):
+                best[trial.where] = trial
+        for trial in best.values():
             yield cls.timed(
-                f"{one.what} makes its forward and backward {percent(one.gain)} shorter here",
-                f"give it {one.detail}, and what feeds or follows it the same",
-                saved(evidence, [one]),
+                f"{trial.what} makes its forward and backward {percent(trial.gain)} shorter here",
+                f"give it {trial.detail}, and what feeds or follows it the same",
+                saved(evidence, [trial]),
                 HowKnown.MEASURED,
-                place=place_of(evidence, one),
-                where=one.where,
-                details=tuple(in_words(other) for other in tried if other.where == one.where),
+                place=place_of(evidence, trial),
+                where=trial.where,
+                details=tuple(in_words(other) for other in tried if other.where == trial.where),
             )
-        yield from cls._batch(evidence, [one for one in tried if one.detail.startswith(_BATCH)])
+        yield from cls._batch(evidence, [trial for trial in tried if trial.detail.startswith(_BATCH)])
 
     @classmethod
     def _batch(cls, evidence: Evidence, tried: list[Measurement]) -> Iterator[Finding | None]:
+        """Yield the finding for the batch size, judged over all layers that were timed."""
         loader = evidence.train_loader
         if not tried or loader is None:
             return

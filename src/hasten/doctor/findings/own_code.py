@@ -1,14 +1,15 @@
-"""The script's own code takes a good part of the step.
+"""The script's own code takes a large part of the step.
 
 ## Why it is slow
 
-Python handles one number at a time, in the thread that should start the next step's work.
+Python handles one number at a time, in the thread that should launch the next step's work.
 
 ## How it is known
 
-The measured time beside loading, forward, backward and optimizer, and the lines in which the training thread was seen
-meanwhile, looked up a hundred times a second. A function is named as a whole, by its line that was seen most. What
-the line of the model's or the optimizer's call takes besides is the loss, or torch's own Python, and is left out.
+hasten measures the time outside loading, forward, backward and optimizer, and samples which line the training thread
+executes, a hundred times per second. All samples in a function count together; the finding names the line sampled most
+often. The remaining time of a line that also calls the model or the optimizer is the loss or torch's own Python, and
+does not count.
 
 ## Example
 
@@ -29,7 +30,7 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-That depends on the code: it is the script's own.
+That depends on the code, which is the script's own.
 
 ## Source
 
@@ -46,10 +47,10 @@ from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of, share_of
 
-_BOUND = 0.10  # share of the step from which own code is looked into
-_LEAST, _LEAST_LINE = 0.05, 0.10  # share of the step that a function, or a line of the loop, must take to be named
-_LOOKS = 10  # so often it must have been seen: by then the share is known to a third
-_MOST = 3
+_BOUND = 0.10  # least share of the step outside the known phases
+_LEAST, _LEAST_LINE = 0.05, 0.10  # least share of the step for a function, and for a line of the training loop
+_LOOKS = 10  # least samples: their share is then known to about a third
+_MOST = 3  # findings per run
 
 
 class OwnCode(Rule):
@@ -59,10 +60,11 @@ class OwnCode(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per function that takes 5 % of the step, and per line of the loop that takes 10 %."""
         other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
-        beside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
-        total = sum(line.share for line in beside)
-        computing = {line.where for line in evidence.lines if line not in beside}
-        lines = [line for line in beside if not (line.in_loop and (line.library or line.where in computing))]
+        outside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
+        total = sum(line.share for line in outside)
+        computing = {line.where for line in evidence.lines if line not in outside}
+        # `loss = criterion(model(x), y)`: the line computes as well, so what it takes besides is not the script's own.
+        lines = [line for line in outside if not (line.in_loop and (line.library or line.where in computing))]
         if other < _BOUND or not total:
             return
         for places in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
@@ -80,17 +82,17 @@ class OwnCode(Rule):
                 HowKnown.MEASURED,
                 place=line.where,
                 details=tuple(
-                    f"line {one.where.rpartition(':')[2]}: {percent(other * one.share / total)} of the step"
-                    for one in places[:4]
+                    f"line {place.where.rpartition(':')[2]}: {percent(other * place.share / total)} of the step"
+                    for place in places[:4]
                     if len(places) > 1
                 ),
             )
 
 
 def _groups(lines: list[Line]) -> list[list[Line]]:
-    """Lines of one function together, the hottest first; those of the training loop each for itself."""
+    """Group lines by function, hottest line first; each line of the training loop is a group of its own."""
     groups: dict[str, list[Line]] = defaultdict(list)
-    for line in sorted(lines, key=lambda one: -one.share):
+    for line in sorted(lines, key=lambda line: -line.share):
         alone = line.in_loop or not line.function
         groups[line.where if alone else f"{line.where.rpartition(':')[0]} {line.function}"].append(line)
     return list(groups.values())

@@ -2,13 +2,13 @@
 
 ## Why it is slow
 
-The driver first copies them to a pinned buffer of its own, and the CPU waits. From pinned memory the copy is up to
-three times as fast and can run beside the computation.
+The driver first copies such a batch to its own pinned buffer, and the CPU waits. From pinned memory the copy is up to
+three times as fast and can run in parallel with computation.
 
 ## How it is known
 
-The copies' time, less what the batch's bytes would take from pinned memory; and the GPU's idleness while the CPU
-waited for them.
+The time of the copies minus the time that the batch's bytes would take from pinned memory, and the GPU's idle time
+while the CPU waited for the copies; the larger of the two counts.
 
 ## Example
 
@@ -32,7 +32,8 @@ for images, labels in train_loader:
 
 ## When the repair is safe
 
-Always for the result. Pinned memory cannot be swapped out: not where the machine's memory is nearly full.
+Always safe for the result. Pinned memory cannot be swapped out, so do not use it where the machine's memory is nearly
+full.
 
 ## Source
 
@@ -55,7 +56,7 @@ from hasten.evidence.waiting import in_ms, per_step, worth_of_waits
 from hasten.evidence.weigh import seconds_of, share_of
 from hasten.techniques.transfer.pin_memory import PinMemory
 
-_PINNED = 12e9  # bytes a second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
+_PINNED = 12e9  # bytes per second from pinned memory over PCIe 3 x16, the slowest link of GPUs in use
 
 
 class PageableMemory(Rule):
@@ -64,11 +65,12 @@ class PageableMemory(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the training loader does not pin and its copies cost 1 % of the step or more."""
         loader = evidence.train_loader
         if loader is None or loader.pin_memory or PinMemory.refuse_without_gpu(evidence):
             return None
         copies = [event for event in evidence.events_of("blocking_copy") if "pageable" in event.detail]
+        # Without CUDA events the phase is only the time of the calls, not that of the copies.
         copying = seconds_of(evidence, Phase.TRANSFER) if evidence.device_clock else 0.0
         waited = worth_of_waits(evidence, copies) or 0.0
         faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
@@ -86,13 +88,13 @@ class PageableMemory(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Training loaders that do not pin, in a file that moves batches to a GPU."""
+        """Find training loaders that do not pin memory, in a file that moves batches to a GPU."""
         moves = any(last_name(call.func) in ("cuda", "to") and receiver(call) is not None for call in code.script.calls)
         if not code.script.uses_cuda or not moves or not code.training.any:
             return
         for call, name in loader_calls(code):
-            given = argument(call, "pin_memory", 7)
-            if given is not None and code.script.value_of(given) is not False:
+            pins = argument(call, "pin_memory", 7)
+            if pins is not None and code.script.value_of(pins) is not False:
                 continue
             if trains_with(code, call, name):
                 yield Problem(

@@ -1,14 +1,14 @@
-"""The optimizer updates tensors one by one where one fused kernel would do.
+"""The optimizer updates tensors one by one, where a single fused kernel would do.
 
 ## Why it is slow
 
-A model has hundreds of parameters, most of them small. Each costs several kernel launches a step, which take longer
+A model has hundreds of parameters, most of them small. Each needs several kernel launches per step, which take longer
 than the arithmetic.
 
 ## How it is known
 
-Switched on and off in the run itself, in blocks of steps. Where the run was too short for that: the optimizer's step
-tried on parameters of the same shapes.
+hasten switches the fused optimizer on and off during the run, in blocks of steps. Where the run was too short for
+that, it times the optimizer's step after the run on parameters of the same shapes.
 
 ## Example
 
@@ -24,7 +24,7 @@ optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
 ## When the repair is safe
 
-Results differ by rounding. Closures, sparse gradients and `differentiable=True` cannot be fused.
+Results differ by rounding. Optimizers with closures, sparse gradients or `differentiable=True` cannot be fused.
 
 ## Source
 
@@ -54,21 +54,23 @@ class PerTensorOptimizer(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if a fused optimizer was measured faster."""
         tried = evidence.measured_for(cls.name)
-        taken = sum(one.before * one.calls for one in tried)
+        taken = sum(trial.before * trial.calls for trial in tried)
         if not (taken > 0 or is_sure(evidence, cls.name)) or isinstance(FusedOptimizer.settings(evidence), Refusal):
             return None
         phase = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
-        able = next((one for one in evidence.optimizers if one.fusable and not one.fused), None)
+        fusable = next(
+            (optimizer for optimizer in evidence.optimizers if optimizer.fusable and not optimizer.fused), None
+        )
         words, place, less = (
             f"the optimizer takes {percent(phase)} of the step, not fused",
-            able.where if able else "",
+            fusable.where if fusable else "",
             0.0,
         )
         if taken > 0:
-            first = max(tried, key=lambda one: one.saved * one.calls)
-            less, place = sum(one.saved * one.calls for one in tried) / taken, first.where
+            first = max(tried, key=lambda trial: trial.saved * trial.calls)
+            less, place = sum(trial.saved * trial.calls for trial in tried) / taken, first.where
             takes = f"the optimizer takes {percent(phase)} of the step"
             words = f"{takes}; {first.what}, it takes {percent(first.gain)} less"
         if len(tried) > 1:
@@ -86,7 +88,7 @@ class PerTensorOptimizer(Rule):
 
     @classmethod
     def may_help(cls, evidence: Evidence) -> bool:
-        """Return whether the optimizer takes a share of the step that counts."""
+        """Return whether the optimizer takes 1 % of the step or more."""
         return share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER)) >= LEAST
 
     @classmethod

@@ -1,13 +1,13 @@
-"""A dataset makes its samples line by line in Python, and the training waits for them.
+"""A dataset computes its samples line by line in Python, and the training waits for them.
 
 ## Why it is slow
 
-Python takes some 50 ns a line, for one number at a time; NumPy and torch work on whole arrays in C.
+Python takes about 50 ns per line, for one number at a time. NumPy and torch process whole arrays in C.
 
 ## How it is known
 
-The measured share of the script's pure Python in the samples' time. The worth is all of that share, which arrays come
-near to.
+The measured share of the samples' time spent in the script's own Python code. The worth assumes that all of it can be
+saved, which array operations come close to.
 
 ## Example
 
@@ -29,7 +29,7 @@ def __getitem__(self, index):
 
 ## When the repair is safe
 
-Where the samples fit in memory, or are stored as arrays once (`numpy.memmap`, Parquet).
+Safe where the samples fit in memory, or are stored as arrays once (`numpy.memmap`, Parquet).
 
 ## Source
 
@@ -49,7 +49,7 @@ from hasten.evidence.waiting import data_share, faster_loading, in_ms
 class PythonGetitem(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the dataset's Python code takes 40 % of a batch's time or more."""
         bound = sampled_stages(evidence)
         if bound is None or bound[1].python < 0.4:
             return None

@@ -1,8 +1,8 @@
-"""Sequences of different lengths share a batch and are padded to the longest.
+"""Sequences of different lengths share a batch and are padded to the longest one.
 
 ## Why it is slow
 
-The padding is computed like any other number and thrown away.
+Padding is computed like any other token and then discarded.
 
 ## How it is known
 
@@ -22,7 +22,7 @@ loader = DataLoader(sentences, batch_sampler=ByLength(sentences, batch_size=64),
 
 ## When the repair is safe
 
-It changes which samples share a batch: shuffle within groups of similar length, and shuffle the groups.
+The change alters which samples share a batch: shuffle within groups of similar length, and shuffle the groups.
 
 ## Source
 
@@ -41,7 +41,10 @@ from hasten.evidence.weigh import COMPUTE, seconds_of, share_of
 class RaggedBatches(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Worth: the padding's share of forward and backward, less a fifth that remains among similar lengths."""
+        """Return a finding if 10 % of the tokens or more are padding.
+
+        The worth is the padding's share of forward and backward, minus a fifth that remains among similar lengths.
+        """
         inputs = evidence.inputs
         if inputs is None or inputs.padding < 0.1 or "int" not in inputs.dtype or not _reads_tokens(evidence):
             return None
@@ -61,5 +64,5 @@ class RaggedBatches(Rule):
 
 
 def _reads_tokens(evidence: Evidence) -> bool:
-    """Whether the model embeds integers: those of another model are not tokens."""
+    """Return whether the model embeds integers; in a model without an embedding they are not tokens."""
     return any("Embedding" in layer for model in evidence.models for layer in model.layers)

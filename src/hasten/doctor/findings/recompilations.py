@@ -1,13 +1,14 @@
-"""torch.compile compiles the same code over and over.
+"""torch.compile compiles the same code repeatedly.
 
 ## Why it is slow
 
-Each compilation takes seconds. It happens when a size, a Python number or a type differs from those it was compiled
-for.
+Each compilation takes seconds. It happens when a size, a Python number or a type differs from those that the code was
+compiled for.
 
 ## How it is known
 
-torch's own list; the cost is what so many of the steady steps took longer than others.
+torch's own list of recompilations. The cost is the time that slow steady steps, over three times as long as the
+median, took beyond the median.
 
 ## Example
 
@@ -27,7 +28,7 @@ def forward(x, step):  # a tensor: torch.tensor(float(step))
 
 ## When the repair is safe
 
-Always: pad to a few sizes, `torch._dynamo.mark_dynamic(x, 0)`, or pass tensors in place of Python numbers.
+Always: pad to a few sizes, call `torch._dynamo.mark_dynamic(x, 0)`, or pass tensors instead of Python numbers.
 
 ## Source
 
@@ -41,18 +42,19 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST
 
-_FEW = 3  # recompilations from which on they are no longer torch learning which sizes vary
+_FEW = 3  # least recompilations: with fewer, torch only learns which sizes vary
 
 
 class Recompilations(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Estimate the cost from how much longer than the median the slow steady steps took."""
+        """Return a finding for three or more recompilations; its worth is what slow steps took beyond the median."""
         sampled = evidence.sampled
         reasons = sampled.recompilations if sampled else ()
         if sampled is None or len(reasons) < _FEW:
             return None
-        worth = lost_in_outliers(evidence, sum(one.seconds for one in sampled.operators))
+        # If every step recompiles, the median is slow too; the time of the operators tells how long a step should take.
+        worth = lost_in_outliers(evidence, sum(operator.seconds for operator in sampled.operators))
         known = worth if worth >= LEAST else None
         place = next(iter(by_place(reasons)), "")
         return cls.finding(

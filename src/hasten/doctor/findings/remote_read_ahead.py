@@ -1,13 +1,13 @@
-"""Far more is fetched from a remote store than is used.
+"""Far more data is fetched from a remote store than is used.
 
 ## Why it is slow
 
-gcsfs and s3fs read ahead by megabytes. Where a file is read in small pieces here and there, most of that is thrown
-away.
+gcsfs and s3fs read ahead by megabytes. When a file is read in small scattered pieces, most of the fetched data is
+discarded.
 
 ## How it is known
 
-The bytes that were asked for and those that were used; the worth is that share of the reading.
+The bytes fetched and the bytes used. The worth is the unused share of the reading time.
 
 ## Example
 
@@ -23,7 +23,7 @@ file = fsspec.open("s3://bucket/shard.tar", cache_type="none").open()
 
 ## When the repair is safe
 
-Always for the result. Where files are read from front to back, read-ahead is the faster way.
+Always safe for the result. Where files are read from front to back, read-ahead is faster.
 
 ## Source
 
@@ -44,7 +44,7 @@ from hasten.evidence.weigh import LEAST
 class RemoteReadAhead(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per line that reads."""
+        """Return a finding for each line whose files fetched four times the bytes used, and 4 MiB more."""
         loader = evidence.train_loader
         stages = stages_of(evidence, loader) if loader is not None else None
         for event in evidence.events_of("remote_open"):
@@ -68,7 +68,10 @@ class RemoteReadAhead(Rule):
 
 
 def _read(event: Event) -> tuple[int, int, int]:
-    """Bytes used, bytes fetched and the block size: "s3: blocks of 5242880 bytes, 100 of 5242880 used"."""
+    """Return the bytes used, the bytes fetched and the block size (bytes); zeros if the detail does not say.
+
+    A detail reads "s3: blocks of 5242880 bytes, 100 of 5242880 used".
+    """
     amounts = re.search(r"(\d+) of (\d+) used", event.detail)
     block = re.search(r"blocks of (\d+)", event.detail)
     return (int(amounts[1]), int(amounts[2]), int(block[1]) if block else 0) if amounts else (0, 0, 0)

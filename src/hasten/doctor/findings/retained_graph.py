@@ -1,13 +1,14 @@
-"""Losses are kept with their graphs, and so with every activation of their step.
+"""Losses are kept together with their graphs, and so with all activations of their step.
 
 ## Why it is slow
 
-A loss refers to all activations that made it. Adding losses up or putting them in a list keeps those of all steps so
-far, until memory runs out.
+A loss refers to all activations that produced it. Adding losses up or appending them to a list keeps the activations
+of all steps so far, until memory runs out.
 
 ## How it is known
 
-In a run: losses whose graphs were alive many steps later, at least five and most of those watched.
+In a run: graphs of losses that are still alive many steps later. At least five must be alive, and at least half of
+those watched.
 
 ## Example
 
@@ -35,7 +36,7 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Where nothing goes backward through what was kept. `hasten fix` adds `.detach()` where it is sure of that.
+Safe where no backward goes through the kept values. `hasten fix` adds `.detach()` where it is sure of that.
 
 ## Source
 
@@ -67,11 +68,11 @@ class RetainedGraph(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per line of the script."""
+        """Return a finding for each backward whose losses stayed alive with their graphs."""
         for event in evidence.events_of("retained_graph"):
             if not kept_losses(event.count, event.detail, event.steps):
                 continue
-            points = [point for point in evidence.memory if point.step >= 10]
+            points = [point for point in evidence.memory if point.step >= 10]  # after the warm-up
             grown = ""
             if len(points) >= 2 and points[-1].step > points[0].step:
                 first, last = points[0], points[-1]
@@ -90,11 +91,11 @@ class RetainedGraph(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Losses kept across steps, and graphs kept after going backward."""
+        """Find losses kept across steps, and graphs kept by `retain_graph=True` without a second backward."""
         for node in code.script.nodes if code.training.any else ():
-            kept = _kept(code, node)
-            if kept is not None:
-                yield kept
+            problem = _kept(code, node)
+            if problem is not None:
+                yield problem
         for call in code.script.calls:
             if is_word(argument(call, "retain_graph"), "True") and code.training.goes_backward(call):
                 if code.training.in_step(call) and _goes_backward_once(code, call):
@@ -107,15 +108,15 @@ class RetainedGraph(Rule):
 
 
 def _how_many(count: int, detail: str, steps: int) -> str:
-    """In words; of many steps only some are watched."""
-    total = re.search(r"of (\d+)", detail)
-    if total is None or int(total[1]) >= steps:
+    """Return in words how many losses are alive, and out of how many if only some steps were watched."""
+    watched = re.search(r"of (\d+)", detail)
+    if watched is None or int(watched[1]) >= steps:
         return f"{count} earlier losses"
-    return f"{count} of the {total[1]} earlier losses that were looked at"
+    return f"{count} of the {watched[1]} earlier losses that were looked at"
 
 
 def _goes_backward_once(code: Code, call: cst.Call) -> bool:
-    """Whether a backward is the only one of its step, and of its function."""
+    """Return whether a backward is the only one of its function, so that nothing needs its graph afterwards."""
     scope = code.script.scope(call)
     others = [
         other
@@ -127,7 +128,11 @@ def _goes_backward_once(code: Code, call: cst.Call) -> bool:
 
 
 def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
-    """A value with a graph that outlives its step."""
+    """Return the problem if a statement keeps a value with its graph beyond the step; None if it does not.
+
+    Values that are reset or rebound in each step, that are part of a later loss, or that are kept under `no_grad` are
+    left out, as are deques, which drop old values.
+    """
     target, value = _keeps(node)
     step = None if target is None or value is None else code.training.step_of(node)
     if target is None or value is None or step is None or not code.kind(value) & Kind.GRAPH:
@@ -135,19 +140,21 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
     name = dotted(target.value if isinstance(target, cst.Subscript) else target)
     if not name or name in code.goes_into_loss or code.script.under_no_grad(node):
         return None
+    # In a function that is called once per step, only attributes outlive the call.
     if isinstance(step, cst.FunctionDef) and not name.startswith("self."):
         return None
     loops = [loop for loop in code.training.loops_around(node) if loop in code.training.step_loops]
     outer: cst.CSTNode = loops[-1] if loops else step
-    for other, given, statement in code.script.assignments:
+    for other, assigned, statement in code.script.assignments:
         if other != name:
             continue
-        if isinstance(given, cst.Call) and last_name(given.func) == "deque":
+        if isinstance(assigned, cst.Call) and last_name(assigned.func) == "deque":
             return None
+        # `total = 0` within the outermost step loop drops the old values; `total = total + loss` does not.
         rebound = (
             statement is not node and outer in code.script.ancestors(statement) and code.training.in_step(statement)
         )
-        if rebound and name not in names_in(given):
+        if rebound and name not in names_in(assigned):
             return None
     if isinstance(outer, Loop) and name in code.script.loop_targets(outer):
         return None
@@ -169,7 +176,7 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
 
 
 def _keeps(node: cst.CSTNode) -> tuple[cst.BaseExpression | None, cst.BaseExpression | None]:
-    """Return what a node keeps a value in, and the value: `total += x`, `total = total + x`, `xs.append(x)`."""
+    """Return target and value of `total += x`, `total = total + x` or `xs.append(x)`; None for other nodes."""
     if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign):
         return node.target, node.value
     if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.value, cst.BinaryOperation):

@@ -2,12 +2,12 @@
 
 ## Why it is slow
 
-A TensorDataset indexes each sample by itself and the loader stacks them again: thousands of small calls, where one
-index with the batch's numbers gives the same batch.
+A TensorDataset indexes each sample separately and the loader stacks the samples again: thousands of small calls, where
+a single index with the batch's sample numbers gives the same batch.
 
 ## How it is known
 
-The measured wait for a batch of a TensorDataset, less what gathering its bytes at once costs.
+The measured wait for a batch of a TensorDataset, minus the time to gather the batch's bytes at once.
 
 ## Example
 
@@ -24,7 +24,7 @@ for index in torch.randperm(len(images)).split(512):
 
 ## When the repair is safe
 
-Always; the technique `batched_fetch` does it without a change of the script, in the same order to the bit.
+Always. The technique `batched_fetch` does it without a change of the script, in the same order and bit-identical.
 
 ## Source
 
@@ -40,8 +40,8 @@ from hasten.evidence.waiting import in_ms, ordinary_wait
 from hasten.evidence.weigh import share_of
 from hasten.techniques.data.batched_fetch import BatchedFetch
 
-_GATHERED = 80e-6  # seconds: a loader's own cost of a batch, and one index_select a tensor (26 us here)
-_BYTES = 2e9  # copied a second by one core
+_GATHERED = 80e-6  # seconds per batch: the loader's own overhead, and one index_select per tensor (26 us measured)
+_BYTES = 2e9  # bytes per second that one core copies
 
 
 class SampleBySample(Rule):
@@ -49,7 +49,7 @@ class SampleBySample(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the training loader stacks samples of tensors in memory and is waited for."""
         loader = evidence.train_loader
         if loader is None or not loader.default_collate or loader.iterable:
             return None

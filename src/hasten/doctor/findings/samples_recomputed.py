@@ -1,12 +1,12 @@
-"""Samples are made again in each epoch although they come out the same.
+"""Samples are computed again in each epoch although they come out the same.
 
 ## Why it is slow
 
-Reading and decoding take the same time in each epoch for the same numbers.
+Reading and decoding take the same time in each epoch to give the same numbers.
 
 ## How it is known
 
-The measured wait and a probe that asked for the same samples twice.
+The measured wait, and a probe that asked the dataset for the same samples twice.
 
 ## Example
 
@@ -26,8 +26,8 @@ def __getitem__(self, index):
 
 ## When the repair is safe
 
-Where a sample draws no random numbers and its files do not change. The technique `sample_cache` checks both, and
-shares the memory among workers, or keeps them on a disk where memory is short.
+Safe where samples use no random numbers and their files do not change. The technique `sample_cache` checks both. It
+shares the memory among workers, or keeps the samples on a disk where memory is short.
 
 ## Source
 
@@ -51,24 +51,25 @@ class SamplesRecomputed(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the technique `sample_cache` applies and would save 1 % of the step or more."""
         loader, choices = evidence.train_loader, SampleCache.settings(evidence)
         if loader is None or loader.probe is None or isinstance(choices, Refusal):
             return None
         (setting,) = choices.settings
-        asked = loader.probe
+        probe = loader.probe
         on_disk = isinstance(setting, dict)
+        # Random augmentation cannot be cached, but the decoded files that it starts from can.
         whole_samples = (setting["keep"] if isinstance(setting, dict) else setting) == "samples"
-        seconds = asked.sample_seconds if whole_samples else asked.loader_seconds
-        size = asked.sample_bytes if whole_samples else asked.loader_bytes
-        whole = max(asked.sample_seconds, seconds)
-        kept = "samples" if whole_samples else f"what `{asked.loader_function}` gives"
+        seconds = probe.sample_seconds if whole_samples else probe.loader_seconds
+        size = probe.sample_bytes if whole_samples else probe.loader_bytes
+        total = max(probe.sample_seconds, seconds)
+        kept = "samples" if whole_samples else f"what `{probe.loader_function}` gives"
         where, cached = ("on a disk", FROM_DISK + size / DISK_SPEED) if on_disk else ("in memory", FAST)
         return cls.timed(
             f"the step waits {percent(data_share(evidence))} of its time for samples that are made again in each "
             "epoch, although the same index gave the same sample each time it was asked",
             f"keep {kept} {where} ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
-            faster_loading(evidence, loader, max(0.0, seconds - cached) / whole),
+            faster_loading(evidence, loader, max(0.0, seconds - cached) / total),
             HowKnown.ESTIMATED,
             place=loader.where,
             details=("counts from the second epoch on",),

@@ -2,12 +2,12 @@
 
 ## Why it is slow
 
-libjpeg-turbo is two to four times as fast as libjpeg, and decoding at the size that is wanted (`Image.draft`) saves
+libjpeg-turbo is two to four times as fast as libjpeg, and decoding directly at the needed size (`Image.draft`) saves
 as much again.
 
 ## How it is known
 
-The decoding's measured share of a batch, of which half is taken as the worth.
+The measured share of decoding in the time of a batch. The worth assumes that half of it can be saved.
 
 ## Example
 
@@ -25,7 +25,7 @@ image = image.convert("RGB").resize((224, 224))
 
 ## When the repair is safe
 
-Pixels differ slightly where the image is scaled while it is decoded.
+Pixel values differ slightly where the image is scaled during decoding.
 
 ## Source
 
@@ -46,7 +46,7 @@ from hasten.evidence.waiting import data_share, faster_loading, in_ms
 class SlowDecode(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if decoding with PIL takes 30 % of a batch's time or more."""
         bound = sampled_stages(evidence)
         if bound is None:
             return None

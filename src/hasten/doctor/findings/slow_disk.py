@@ -1,13 +1,13 @@
-"""The training waits for a spinning disk, or for one behind a network.
+"""The training waits for a slow disk, such as a spinning disk or a network file system.
 
 ## Why it is slow
 
-Each small file costs a seek or a round trip, 5 to 20 ms, whatever its size.
+Each small file costs a seek or a network round trip, 5 to 20 ms, whatever its size.
 
 ## How it is known
 
-The wait for batches, the measured share of reading in them (else the CPU's wait for disks), and what the data lies
-on.
+The wait for batches, the measured share of reading in their time (or else the time that the CPU waited for disks), and
+the type of storage that holds the data.
 
 ## Example
 
@@ -23,7 +23,7 @@ cp -r /mnt/nfs/images /local/ssd/ && python train.py --data /local/ssd/images
 
 ## When the repair is safe
 
-Always. Where the data does not fit, few large files (Parquet, tar shards) cost fewer seeks.
+Always. Where the data does not fit on the local disk, a few large files (Parquet, tar shards) need fewer seeks.
 
 ## Source
 
@@ -38,14 +38,14 @@ from hasten.evidence.disks import is_network
 from hasten.evidence.figures import percent
 from hasten.evidence.waiting import data_share, faster_loading, mean_during, stages_of
 
-_READING = 1e6  # bytes a second from which a disk counts as being read
-_BLOCKED = 0.3  # of one core's time waited for disks
+_READING = 1e6  # bytes per second from which a disk counts as being read
+_BLOCKED = 0.3  # least share of a batch's time, or of one core, spent waiting for the disk
 
 
 class SlowDisk(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the step waits for data that a network file system or a slow disk delivers."""
         loader, around, use = evidence.train_loader, evidence.surroundings, evidence.used
         if loader is None or around is None or data_share(evidence) < 0.1:
             return None
@@ -55,7 +55,7 @@ class SlowDisk(Rule):
         reading = mean_during(evidence, use.disk_read) or 0.0
         share = stages.read / stages.seconds if stages is not None else blocked
         network = is_network(around.filesystem)
-        # From memory even a slow disk's files are read at once: the wait must have been seen.
+        # Files in the page cache are read at once even from a slow disk, so the wait itself must have been seen.
         seen = share >= _BLOCKED if network else blocked >= _BLOCKED and reading >= _READING
         if not seen or not (network or around.rotational or blocked >= 0.5):
             return None

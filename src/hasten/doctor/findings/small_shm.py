@@ -2,11 +2,12 @@
 
 ## Why it is slow
 
-Workers pass batches through shared memory. When it is full they are killed ("bus error"), which ends the training.
+Workers pass batches through shared memory. When it is full, the kernel kills them ("bus error"), which ends the
+training.
 
 ## How it is known
 
-The batches' size and the capacity, or how full it was seen.
+The size of the batches and the capacity of /dev/shm, or how full it was during the run.
 
 ## Example
 
@@ -22,7 +23,7 @@ docker run --shm-size=8g image python train.py
 
 ## When the repair is safe
 
-Always. `prefetch_factor=1` or fewer workers need less.
+Always. `prefetch_factor=1` or fewer workers need less shared memory.
 
 ## Source
 
@@ -39,12 +40,12 @@ from hasten.evidence.figures import percent
 class SmallShm(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if batches need 80 % of /dev/shm, or if it was 90 % full; HIGH if that ended the run."""
         capacity = evidence.machine.shm_bytes
         used = [loader for loader in evidence.loaders if loader.num_workers and loader.role != "unused"]
         if not capacity or not used:
             return None
-        # Another loader's workers are at rest, or gone, while one is read.
+        # Loaders are read in turn: the workers of the others are idle or gone, so only the largest loader counts.
         worst = max(used, key=_held)
         held, seen = _held(worst), max(evidence.used.shm, default=0)
         died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
@@ -64,5 +65,5 @@ class SmallShm(Rule):
 
 
 def _held(loader: LoaderFacts) -> int:
-    """Bytes of the batches that a loader's workers hold ready."""
+    """Return the bytes of the batches that a loader's workers hold ready."""
     return loader.num_workers * (loader.prefetch_factor or 2) * loader.batch_bytes

@@ -1,12 +1,12 @@
-"""`torch.cuda.synchronize()` is called in the loop.
+"""`torch.cuda.synchronize()` is called in the training loop.
 
 ## Why it is slow
 
-The CPU waits until the GPU has done everything, and starts no work meanwhile.
+The CPU waits until the GPU has finished all work, and launches nothing during that wait.
 
 ## How it is known
 
-The measured waits, of which no more counts than the time in which the GPU is idle.
+The measured waits, limited to the time in which the GPU is idle.
 
 ## Example
 
@@ -29,8 +29,8 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Always for the result: work on one stream keeps its order. To time steps, record `torch.cuda.Event` and read it some
-steps later.
+Always safe for the result: work on one stream keeps its order. To time steps, record a `torch.cuda.Event` and read it
+some steps later.
 
 ## Source
 
@@ -57,7 +57,7 @@ class SynchronizeInLoop(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that synchronises."""
         for events in by_line(evidence.events_of("synchronize")):
             count = sum(event.count for event in events)
             yield from wait_finding(
@@ -71,7 +71,7 @@ class SynchronizeInLoop(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Find these calls within training steps."""
+        """Find calls that synchronise the device within training steps."""
         return code.problems_in_steps(
             _CALLS,
             "Python waits for the whole device in every step",

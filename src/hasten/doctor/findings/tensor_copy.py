@@ -1,12 +1,12 @@
-"""`torch.tensor()` copies an array, a tensor or a long list.
+"""`torch.tensor()` copies an array or a tensor, or converts a long list.
 
 ## Why it is slow
 
-An array's memory can be shared instead of copied. A list is converted number by number, some 50 ns each.
+An array's memory can be shared instead of copied. A list is converted number by number, about 50 ns each.
 
 ## How it is known
 
-The measured time of these calls. On the GPU an array or a tensor has to be copied anyway.
+The measured time of these calls. Arrays and tensors for the GPU do not count, since they must be copied anyway.
 
 ## Example
 
@@ -30,7 +30,7 @@ for images, labels in loader:
 
 ## When the repair is safe
 
-Where neither side writes to the memory that both share.
+Safe where neither side writes to the shared memory.
 
 ## Source
 
@@ -62,6 +62,7 @@ _INSTEAD = {
     "list of tensors": "use torch.stack(tensors)",
     "list": "keep the numbers in an array from the start, and use torch.from_numpy()",
 }
+# NumPy functions that return new memory, which nothing else refers to.
 _FRESH_ARRAYS = frozenset([
     "array", "zeros", "ones", "full", "empty", "arange", "linspace", "stack", "concatenate", "vstack", "hstack",
     "where", "random", "normal", "uniform", "randint", "rand", "randn", "choice", "permutation",
@@ -71,7 +72,7 @@ _FRESH_ARRAYS = frozenset([
 class TensorCopy(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that copies with `torch.tensor`."""
         made = evidence.events_of("torch_tensor")
         for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
@@ -86,7 +87,7 @@ class TensorCopy(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Copies of arrays and tensors, where code runs again and again."""
+        """Find `torch.tensor` of arrays and tensors, in code that runs repeatedly."""
         for call in code.script.calls:
             if code.script.qualified(call.func) != "torch.tensor" or not call.args or not code.repeats(call):
                 continue
@@ -113,11 +114,13 @@ class TensorCopy(Rule):
 
 
 def _cloned(call: Any) -> cst.CSTNode:
+    """Return `x.detach().clone()` for `torch.tensor(x)`."""
     detached = cst.Call(cst.Attribute(call.args[0].value, cst.Name("detach")))
     return cst.Call(cst.Attribute(detached, cst.Name("clone")), lpar=call.lpar, rpar=call.rpar)
 
 
 def _as_tensor(call: Any) -> cst.CSTNode:
+    """Return `torch.as_tensor(x)` for `torch.tensor(x)`; unchanged if the function was imported by name."""
     changed: cst.CSTNode = (
         call.with_changes(func=call.func.with_changes(attr=cst.Name("as_tensor")))
         if isinstance(call.func, cst.Attribute)
@@ -127,20 +130,21 @@ def _as_tensor(call: Any) -> cst.CSTNode:
 
 
 def _shared(code: Code, value: cst.BaseExpression) -> str:
-    """Return why an array's memory may not be taken over; "" where it is new and nobody else's."""
+    """Return why an array's memory must not be shared; "" if the array is new and nothing else uses it."""
     if isinstance(value, cst.Name):
         scope = code.script.scope(value)
         uses = [node for node in walk(scope) if isinstance(node, cst.Name) and node.value == value.value]
         made = [
-            given
-            for name, given, at in code.script.assignments
-            if name == value.value and code.script.scope(at) is scope
+            assigned
+            for name, assigned, statement in code.script.assignments
+            if name == value.value and code.script.scope(statement) is scope
         ]
+        # Two uses: the assignment and this call. Only then is the tensor the array's only reader.
         if len(uses) == 2 and len(made) == 1 and not isinstance(made[0], cst.Name):
             return _shared(code, made[0])
         return f"`{value.value}` is used elsewhere too: they would share memory"
     if isinstance(value, cst.BinaryOperation):
-        return ""
+        return ""  # arithmetic gives a new array
     if isinstance(value, cst.Call):
         if not isinstance(value.func, cst.Attribute):
             return "its memory may be somebody else's"

@@ -2,12 +2,13 @@
 
 ## Why it is slow
 
-GPUs since Ampere multiply float32 matrices several times faster in TF32. Convolutions use it by default, matrix
+GPUs since Ampere multiply float32 matrices several times faster in TF32. Convolutions use TF32 by default; matrix
 products do not.
 
 ## How it is known
 
-Switched on and off in the run itself, or tried on the spot, else half of the time of the products.
+hasten switches TF32 on and off during the run, or times single layers after it. Where neither was done, the worth is
+half of the time of the matrix products.
 
 ## Example
 
@@ -24,8 +25,8 @@ model = Transformer().cuda()
 
 ## When the repair is safe
 
-Products keep 10 bits of the mantissa in place of 23; sums stay in float32. Not for solvers that need float32's
-digits.
+Products keep 10 bits of the mantissa instead of 23; sums stay in float32. Not safe for solvers that need the precision
+of float32.
 
 ## Source
 
@@ -50,7 +51,7 @@ class Tf32Off(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding, about matrix products: convolutions have TF32 by default."""
+        """Return a finding for models that compute in float32. Convolutions do not count: they use TF32 already."""
         if any(model.autocast or model.dtype != "float32" for model in evidence.models):
             return None
         if isinstance(MatmulPrecision.settings(evidence), Refusal):

@@ -6,8 +6,8 @@ Threads that share a core wait for each other at the end of each operator, and s
 
 ## How it is known
 
-The threads of all training processes, the cores that loader workers keep busy, and the measured CPU use; what fewer
-threads bring must be tried.
+The threads of all training processes, the cores that loader workers keep busy, and the measured CPU use. The gain from
+fewer threads is not known until it is tried.
 
 ## Example
 
@@ -23,7 +23,7 @@ OMP_NUM_THREADS=8 python train.py
 
 ## When the repair is safe
 
-Results differ by rounding, since sums are split otherwise.
+Results differ by rounding, since sums are divided differently.
 
 ## Source
 
@@ -45,7 +45,7 @@ class ThreadsOversubscribed(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if no core is idle and threads, or threads and busy workers, outnumber the cores."""
         around, use, cores = evidence.surroundings, evidence.use, evidence.machine.cores
         if around is None or use is None or on_gpu(evidence) or not around.threads or saturated(evidence) is None:
             return None
@@ -61,6 +61,7 @@ class ThreadsOversubscribed(Rule):
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         of = f" in {processes} processes" if processes > 1 else ""
         beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
+        # More threads than cores, and not as many as OMP_NUM_THREADS says: only the script can have asked for them.
         by_script = around.threads not in (around.omp_threads, min(cores, around.threads))
         fix = (
             f"the script asks for them, whatever OMP_NUM_THREADS is: make that torch.set_num_threads({each})"

@@ -2,11 +2,11 @@
 
 ## Why it is slow
 
-Workers beyond the cores make no batch sooner; each costs memory and a start at every epoch.
+Workers beyond the number of cores do not make batches faster. Each costs memory and has to be started for every epoch.
 
 ## How it is known
 
-The measured pauses between `iter(loader)` and the first batch, less the share that as many workers as cores would
+The measured pauses between `iter(loader)` and the first batch, minus the share that as many workers as cores would
 need.
 
 ## Example
@@ -23,7 +23,7 @@ loader = DataLoader(dataset, batch_size=64, num_workers=os.cpu_count() - 1)
 
 ## When the repair is safe
 
-Always. Random augmentation draws other numbers, since each worker has a seed of its own.
+Always. Random augmentation draws other numbers, since each worker has its own seed.
 
 ## Source
 
@@ -40,13 +40,13 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import data_share, epoch_start, in_ms, mean_during, saturated
 
-_CROWD = 0.25  # share of the cores that workers use when they are in each other's way
+_CROWD = 0.25  # share of the cores that workers must use to count as slowing each other down
 
 
 class TooManyWorkers(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per loader."""
+        """Return a finding for each loader whose surplus workers cost start-up time or keep every core busy."""
         cores, busy = evidence.machine.cores, saturated(evidence)
         for loader in evidence.loaders:
             if loader.num_workers <= cores or loader.role == "unused":
@@ -56,6 +56,7 @@ class TooManyWorkers(Rule):
                 opening_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
             )
             working = mean_during(evidence, evidence.used.workers)
+            # Without start-up cost, only twice the cores count, and only if all are busy and the step waits for data.
             full = busy is not None and data_share(evidence) >= 0.02
             if worth < 0.01 and not (full and loader.num_workers >= 2 * cores):
                 continue

@@ -1,12 +1,12 @@
-"""The first GPU does more, or holds more, than the others.
+"""The first GPU does more work, or holds more memory, than the others.
 
 ## Why it is slow
 
-The step waits for the busiest GPU, and the fullest one bounds the batch.
+The step waits for the busiest GPU, and the GPU with the most memory in use limits the batch size.
 
 ## How it is known
 
-The measured use and memory of the GPUs.
+The measured utilisation and memory of the GPUs.
 
 ## Example
 
@@ -46,21 +46,22 @@ class UnbalancedGpus(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the first GPU is clearly busier than the others or holds 1.5 times their memory."""
+        # A GPU with less than 2 % of its memory in use takes no part in the training.
         gpus = [gpu for gpu in evidence.used.gpus if gpu.memory and max(gpu.memory) > gpu.memory_total / 50]
         busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
         if len(gpus) < 2 or not busy[0]:
             return None
         others = statistics.fmean(busy[1:])
         worth = 1 - statistics.fmean(busy) / max(busy) if busy[0] == max(busy) else 0.0
-        held, fuller = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
+        held, typical = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
         uneven = busy[0] - others >= 0.15 and worth >= 0.05
-        fuller_first = fuller > 0 and held >= 1.5 * fuller and held - fuller >= 1 << 30
+        fuller_first = typical > 0 and held >= 1.5 * typical and held - typical >= 1 << 30
         if not uneven and not fuller_first:
             return None
         return cls.finding(
             f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
-            f"{percent(others)} and {fuller / 2**30:.1f} GiB",
+            f"{percent(others)} and {typical / 2**30:.1f} GiB",
             "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "
             "checkpoints with map_location; DistributedDataParallel balances by itself",
             severity_of(worth) if uneven else Severity.NOTE,

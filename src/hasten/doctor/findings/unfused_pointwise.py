@@ -1,14 +1,14 @@
-"""Much of the step goes into pointwise operators that run one kernel each.
+"""Pointwise operators that run one kernel each take much of the step.
 
 ## Why it is slow
 
-Each reads its input from memory and writes its output back; fused, the numbers stay in registers from one operation
-to the next.
+Each operator reads its input from memory and writes its output back. Fused, the numbers stay in registers from one
+operation to the next.
 
 ## How it is known
 
-The pointwise operators of the sampled steps. That fusing saves half of their time is an estimate, which `hasten tune`
-measures.
+The time of the pointwise operators in the sampled steps. The worth assumes that fusion saves half of it, which is an
+estimate; `hasten tune` measures it.
 
 ## Example
 
@@ -41,8 +41,8 @@ from hasten.evidence.weigh import COMPUTE, seconds_of, share_of
 from hasten.techniques.base import Refusal
 from hasten.techniques.compute.compile import Compile
 
-_POINTWISE = 0.25  # share of the step in pointwise operators from which on compiling is advised
-_CHAIN = 12  # and so many of them, forward and backward
+_POINTWISE = 0.25  # least share of the step in pointwise operators
+_CHAIN = 12  # least number of them per step, forward and backward
 
 
 class UnfusedPointwise(Rule):
@@ -50,11 +50,11 @@ class UnfusedPointwise(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Much time in pointwise operators that run one kernel each; that fusing saves half of it is an estimate."""
+        """Return a finding if a quarter of the step or more is spent in a dozen or more pointwise operators."""
         sampled = evidence.sampled
         if sampled is None or sampled.pointwise_calls < _CHAIN or isinstance(Compile.settings(evidence), Refusal):
             return None
-        # A profiled step is longer than others: pointwise work cannot take more than forward and backward do.
+        # The profiler lengthens a step, so limit its times to the forward and backward of ordinary steps.
         share = share_of(evidence, min(sampled.pointwise_seconds, seconds_of(evidence, *COMPUTE)))
         if share < _POINTWISE:
             return None

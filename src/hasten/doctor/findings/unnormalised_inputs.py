@@ -1,14 +1,14 @@
-"""Inputs have a mean or spread far from 0 and 1.
+"""The mean or spread of the inputs is far from 0 and 1.
 
 ## Why it is slow
 
-It costs no time. Gradients of the first layer then differ in size by the same factor, and the training needs a
-smaller rate or more steps.
+This costs no time. The gradients of the first layer are then scaled by the same factor, and the training needs a
+smaller learning rate or more steps.
 
 ## How it is known
 
-The statistics of the first batches, of floating-point inputs only: integers are tokens, or images that the script may
-normalise later.
+The statistics of the first batches. Only floating-point inputs count: integers are tokens, or images that the script
+may normalise later.
 
 ## Example
 
@@ -24,7 +24,7 @@ images = (torch.from_numpy(pixels).float() / 255 - mean) / std
 
 ## When the repair is safe
 
-For a training that begins. A model that was trained on other inputs must go on with those.
+Safe for a new training. A model that was trained on unnormalised inputs must continue with those.
 
 ## Source
 
@@ -45,7 +45,7 @@ _NORMS = ("BatchNorm", "LayerNorm", "InstanceNorm", "GroupNorm", "LazyBatchNorm"
 class UnnormalisedInputs(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Look at floating-point inputs only: integers are tokens, or images that the script may normalise later."""
+        """Return a finding if floating-point inputs are far from normal and the first layer does not normalise them."""
         inputs = evidence.inputs
         if inputs is None or inputs.mean is None or inputs.std is None or "float" not in inputs.dtype:
             return None
@@ -54,12 +54,13 @@ class UnnormalisedInputs(Rule):
         why = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
         if not why:
             return None
-        spanned, pixels = "", False
+        value_range, pixels = "", False
         if inputs.low is not None and inputs.high is not None:
-            spanned = f", values from {inputs.low:g} to {inputs.high:g}"
+            value_range = f", values from {inputs.low:g} to {inputs.high:g}"
+            # Values from 0 to 255 are most likely images that were not divided by 255.
             pixels = inputs.low >= 0 and 100 < inputs.high <= 255
         return cls.finding(
-            f"{why}{spanned}",
+            f"{why}{value_range}",
             "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
             if pixels
             else "subtract each feature's mean over the training set and divide by its standard deviation",
@@ -70,7 +71,7 @@ class UnnormalisedInputs(Rule):
 
 
 def _why_not_normal(mean: float, std: float, feature_mean: float | None, feature_std: float | None) -> str:
-    """Return what is unusual about inputs, "" where they are near enough to normal."""
+    """Return what is unusual about the inputs, over all values or over a single feature; "" if nothing is."""
     if not all(map(math.isfinite, (mean, std))):
         return ""
     if abs(mean) > 5 or std > 10:

@@ -1,13 +1,13 @@
-"""A checkpoint may run code when it is loaded.
+"""Loading a checkpoint may run code that is in the file.
 
 ## Why it is slow
 
-It costs no time. `torch.load(weights_only=False)` unpickles, and a pickle may call any function: a downloaded file
-can take over the machine.
+This costs no time. `torch.load(weights_only=False)` unpickles the file, and a pickle may call any function: a
+downloaded file can take over the machine.
 
 ## How it is known
 
-From the calls.
+From the calls of `torch.load`.
 
 ## Example
 
@@ -24,8 +24,8 @@ with torch.serialization.safe_globals([Config]):
 
 ## When the repair is safe
 
-Where the file holds tensors and plain values, or classes that you name. Files of your own that hold whole modules
-must be saved as state dicts first.
+Safe where the file holds only tensors and plain values, or classes that you name. Re-save your own files that hold
+whole modules as state dicts first.
 
 ## Source
 
@@ -49,7 +49,7 @@ class UnsafeLoad(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per line of the script."""
+        """Return a finding for each line of the script that loads with `weights_only=False`."""
         for event in evidence.events_of("torch_load"):
             yield cls.finding(
                 "torch.load(weights_only=False) runs whatever code the file holds",

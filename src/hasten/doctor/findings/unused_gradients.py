@@ -1,14 +1,14 @@
-"""Gradients are computed for parameters that no optimizer moves.
+"""Gradients are computed for parameters that no optimizer updates.
 
 ## Why it is slow
 
-A backbone that was meant to be frozen still goes through its whole backward.
+A backbone that was meant to be frozen still runs its whole backward.
 
 ## How it is known
 
-Parameters that hold a gradient after many steps and were not changed meanwhile, and the measured time of their
-layers. Before the first layer that is trained nothing of the backward is needed; after it half of it is, that of the
-layer's inputs.
+Parameters that hold a gradient after many steps but have not changed, and the measured time of their layers. Before
+the first trained layer none of the backward is needed. After it half of the backward is needed, the part for the
+layers' inputs.
 
 ## Example
 
@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW(model.head.parameters())
 
 ## When the repair is safe
 
-Where nothing reads those gradients (a norm over all parameters does).
+Safe where nothing reads those gradients. A gradient norm over all parameters does read them.
 
 ## Source
 
@@ -38,13 +38,14 @@ from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.weigh import seconds_of, share_of
 
-_WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_heads"}  # sizes of what has weights
+# Sizes that only layers with weights have: an activation or pooling layer is neither trained nor frozen.
+_WEIGHTED = {"in_features", "in_channels", "num_embeddings", "input_size", "num_heads"}
 
 
 class UnusedGradients(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return one finding for all such layers."""
+        """Return one finding for all layers whose gradients no optimizer uses."""
         strays = [layer for layer in evidence.layers if layer.path in evidence.strays]
         total = sum(layer.seconds for layer in evidence.layers)
         if not strays or not total:
@@ -52,9 +53,12 @@ class UnusedGradients(Rule):
         weighted = [number for number, layer in enumerate(evidence.layers) if _WEIGHTED & set(layer.sizes)]
         trained = [number for number in weighted if evidence.layers[number] not in strays]
         before = evidence.layers[: trained[0] if trained else None]
+        # Before the first trained layer the whole backward is wasted. After it a stray layer must still compute the
+        # gradient of its input, so only that of its weights, about half of the work, is wasted.
         wasted = sum(layer.seconds for layer in before)
         wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
         first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        # Only whole leading layers can run under no_grad: layers after the first trained one must pass gradients on.
         under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
         return cls.timed(
             f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",

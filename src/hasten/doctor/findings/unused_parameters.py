@@ -1,8 +1,8 @@
-"""`find_unused_parameters=True` is given although every parameter is used.
+"""`find_unused_parameters=True` is set although every parameter is used.
 
 ## Why it is slow
 
-DistributedDataParallel then walks the whole graph after each forward.
+DistributedDataParallel then traverses the whole graph after each forward.
 
 ## How it is known
 
@@ -22,8 +22,8 @@ model = DistributedDataParallel(model)
 
 ## When the repair is safe
 
-Where every parameter gets a gradient in every step, on every process; else the backward ends in an error that says
-so. `static_graph=True` is for a graph that stays the same.
+Safe where every parameter gets a gradient in every step, on every process; otherwise the backward raises an error that
+says so. `static_graph=True` is for a graph that does not change between steps.
 
 ## Source
 
@@ -49,7 +49,7 @@ _WRAPS = re.compile(r"^(DDP|DistributedDataParallel)|Strategy$")
 class UnusedParameters(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding]:
-        """Return a finding per line of the script."""
+        """Return a finding for each DistributedDataParallel that searched and found no unused parameter."""
         for event in evidence.events_of("ddp_unused"):
             if event.detail != "none unused" or evidence.flags.missing_gradients:
                 continue

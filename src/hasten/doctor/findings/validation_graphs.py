@@ -2,12 +2,12 @@
 
 ## Why it is slow
 
-Each activation is kept until the end of the forward, which takes memory and, for larger models, time (none for a
-small MLP, 2.7x for a convolutional net, measured here).
+Every activation is kept until the end of the forward. This takes memory and, for larger models, time. Measured: none
+for a small MLP, 2.7 times as long for a convolutional network.
 
 ## How it is known
 
-By counting forwards in eval mode that built graphs. What they cost is not known, so there is no worth.
+By counting forwards in eval mode that built graphs. Their cost is not known, so the finding has no worth.
 
 ## Example
 
@@ -30,7 +30,7 @@ def validate(model, loader):
 
 ## When the repair is safe
 
-Where no backward goes through the outputs.
+Safe where no backward goes through the outputs.
 
 ## Source
 
@@ -67,7 +67,7 @@ class ValidationGraphs(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if at least two forwards in eval mode, and half of them all, kept unused graphs."""
         if isinstance(unused_graphs(evidence), Refusal):
             return None
         cured = not isinstance(NoGradValidation.settings(evidence), Refusal)
@@ -77,7 +77,7 @@ class ValidationGraphs(Rule):
             return None
         phases = [seconds_of(evidence, phase) for phase in Phase]
         share = phases[Phase.VALIDATION] / sum(phases) if sum(phases) > 0 else 0.0
-        loader = next((one for one in evidence.loaders if one.role == "validation"), None)
+        loader = next((loader for loader in evidence.loaders if loader.role == "validation"), None)
         time = f"; validation takes {percent(share)} of the time" if share >= 0.01 else ""
         return cls.finding(
             f"{count} of {all_calls} forwards in eval mode kept a graph and its activations, which no backward "
@@ -91,7 +91,7 @@ class ValidationGraphs(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Loops that call a model, never go backward, and do not switch gradients off."""
+        """Find loops that call a model, never go backward, and do not disable gradients."""
         for loop in code.training.validation_loops:
             calls = code.training.calls_model(loop.body)
             if all(code.script.under_no_grad(call) for call in calls) or _needs_gradients(code, loop):
@@ -101,7 +101,7 @@ class ValidationGraphs(Rule):
             if owner is not None and any(
                 function in walk(owner) for function in code.script.functions.get("training_step", ())
             ):
-                continue  # a trainer switches gradients off
+                continue  # a class with a `training_step`: its trainer disables gradients
             if isinstance(function, cst.FunctionDef):
                 callers = code.training.callers(function)
                 if callers and all(code.script.under_no_grad(caller) for caller in callers):
@@ -119,7 +119,7 @@ class ValidationGraphs(Rule):
 
 
 def _feeds_training(code: Code, call: cst.Call) -> bool:
-    """Whether what a call gives may go backward: it is part of a step, or of what becomes a loss."""
+    """Return whether a call's result may go backward: the call is part of a step, or its result becomes a loss."""
     if code.training.in_step(call):
         return True
     for above in code.script.ancestors(call):
@@ -132,7 +132,7 @@ def _feeds_training(code: Code, call: cst.Call) -> bool:
 
 
 def _needs_gradients(code: Code, loop: Loop) -> bool:
-    """Whether a loop, or what makes the model of it, has to do with gradients after all."""
+    """Return whether a loop uses gradients itself, or its function freezes parameters with `requires_grad_(False)`."""
     if any(name in ("grad", "requires_grad", "requires_grad_", "autograd", "retain_grad") for name in names_in(loop)):
         return True
     scope = code.script.scope(loop)
@@ -146,7 +146,10 @@ def _needs_gradients(code: Code, loop: Loop) -> bool:
 
 
 def _without_gradients(code: Code, loop: Loop) -> tuple[tuple[Mend, ...], str]:
-    """A decorator where the whole function validates, a `with` around the loop elsewhere."""
+    """Return the changes that disable gradients, and why there are none ("" if there are).
+
+    A function that only validates gets the decorator `@torch.no_grad()`; elsewhere the loop gets a `with` block.
+    """
     torch_name = next((name for name, full in code.script.imports.items() if full == "torch"), "")
     if not torch_name:
         return (), "the file does not import torch by name"
@@ -164,7 +167,7 @@ def _without_gradients(code: Code, loop: Loop) -> tuple[tuple[Mend, ...], str]:
 
 
 def _only_validates(code: Code, function: cst.FunctionDef) -> bool:
-    """Whether nothing in a function trains, and no decorator or inner function makes that hard to tell."""
+    """Return whether nothing in a function trains and no decorator, inner function or generator hides what it does."""
     if function.asynchronous is not None or function.decorators:
         return False
     for node in walk(function.body):
@@ -184,10 +187,12 @@ def _only_validates(code: Code, function: cst.FunctionDef) -> bool:
                 code.script.makes_module(node) or code.script.is_optimizer(node)
             ):
                 return False
+    # These names promise training, even if the function only calls something in another file.
     return function.name.value not in ("main", "train", "fit", "run", "__init__")
 
 
 def _returns_graphs(code: Code, loop: Loop) -> bool:
+    """Return whether a value assigned in a loop goes backward after the loop, in the same function."""
     assigned = {
         dotted(target.target) for node in walk(loop.body) if isinstance(node, cst.Assign) for target in node.targets
     } - {""}
@@ -199,11 +204,13 @@ def _returns_graphs(code: Code, loop: Loop) -> bool:
 
 
 def _decorated(function: Any, no_grad: cst.Call) -> cst.CSTNode:
+    """Return a function with the decorator `@torch.no_grad()`."""
     changed: cst.CSTNode = function.with_changes(decorators=[cst.Decorator(no_grad)], lines_after_decorators=[])
     return changed
 
 
 def _wrapped(loop: Any, no_grad: cst.Call) -> cst.CSTNode:
+    """Return a loop inside `with torch.no_grad():`, with its leading comments above the `with`."""
     return cst.With(
         items=[cst.WithItem(no_grad)],
         body=cst.IndentedBlock([loop.with_changes(leading_lines=[])]),

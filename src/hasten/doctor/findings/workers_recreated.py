@@ -1,9 +1,9 @@
-"""Loader workers end with each epoch and are started again for the next.
+"""Loader workers end with each epoch and are restarted for the next.
 
 ## Why it is slow
 
-A worker is a process: it is forked or started, imports what it needs and fetches its first batch while the training
-waits.
+A worker is a process. Each restart forks or spawns it, imports its modules and fetches its first batch while the
+training waits.
 
 ## How it is known
 
@@ -33,7 +33,7 @@ for epoch in range(100):
 
 ## When the repair is safe
 
-Where the dataset is not changed between epochs: workers keep the copy they began with.
+Safe where the dataset does not change between epochs: workers keep the copy that they started with.
 
 ## Source
 
@@ -62,11 +62,13 @@ class WorkersRecreated(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
-        """Return a finding per loader."""
+        """Return a finding for each loader whose workers are restarted in every pass."""
         for loader in evidence.loaders:
             start = epoch_start(evidence, loader) if loader.num_workers and not loader.persistent_workers else None
             if start is None or loader.role == "unused":
                 continue
+            # `iter(loader)` returns once forked workers run, so their start is measured. Workers of other start methods
+            # come up later, while the first batch is waited for: their share is an estimate.
             worth = opening_share(evidence, loader, start)
             yield cls.timed(
                 f"the {loader.num_workers} workers are restarted for each pass, which takes "
@@ -80,15 +82,15 @@ class WorkersRecreated(Rule):
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Loaders with workers that are iterated once an epoch and are not kept."""
+        """Find training loaders with workers that are iterated in every epoch and do not set `persistent_workers`."""
         for call, name in loader_calls(code):
             workers = code.script.value_of(argument(call, "num_workers", 5))
             if not isinstance(workers, int) or workers < 1 or argument(call, "persistent_workers") is not None:
                 continue
             if not trains_with(code, call, name) or not _in_epochs(code, name) or _made_in_epochs(code, call):
                 continue
-            given = argument(call, "num_workers", 5)
-            literal = isinstance(given, cst.Integer)
+            count = argument(call, "num_workers", 5)
+            literal = isinstance(count, cst.Integer)
             left = ""
             if any(
                 last_name(other.func) == "set_epoch" and "sampler" not in dotted(other.func)
@@ -96,9 +98,10 @@ class WorkersRecreated(Rule):
             ):
                 left = "the dataset is told the epoch: workers that stay would not hear of it"
             value: cst.BaseExpression = cst.Name("True")
-            if not literal and given is not None:
+            # torch rejects persistent_workers=True without workers, and an option may be 0.
+            if not literal and count is not None:
                 zero = cst.ComparisonTarget(cst.GreaterThan(), cst.Integer("0"))
-                value = cst.Comparison(given, [zero])
+                value = cst.Comparison(count, [zero])
             yield Problem(
                 call,
                 f"its {workers} workers end after every epoch and are started again",
@@ -109,16 +112,17 @@ class WorkersRecreated(Rule):
 
 
 def _kept_alive(value: cst.BaseExpression) -> Change:
+    """Return the change that adds `persistent_workers=value` to a loader."""
     return lambda call: with_keyword(call, "persistent_workers", value)
 
 
 def _made_in_epochs(code: Code, call: cst.Call) -> bool:
-    """Whether the loader itself is made again in every epoch: keeping its workers would not help."""
+    """Return whether the loader itself is rebuilt in every epoch, so that keeping its workers would not help."""
     return bool(code.training.loops_around(call))
 
 
 def _in_epochs(code: Code, name: str) -> bool:
-    """Whether a loader of this name is iterated inside a loop over epochs, here or in a function called there."""
+    """Return whether a loop over epochs iterates a loader of this name, itself or in a function that it calls."""
     short = name.rpartition(".")[2]
     for loop in code.training.epoch_loops:
         for node in walk(loop):

@@ -1,4 +1,4 @@
-"""Batches are made in the training process, which computes nothing meanwhile.
+"""The training process makes its batches itself and computes nothing in the meantime.
 
 ## Why it is slow
 
@@ -6,8 +6,9 @@ Loading and computing take turns. Workers load the next batches while the step c
 
 ## How it is known
 
-The measured wait, of which it is worked out what is left with workers. Silent for tensors in memory, whose samples
-cost less than a batch passed between processes.
+The measured wait, minus the wait that would remain with workers. The remaining wait is calculated from the
+computation, the time to make a batch and the cores. Tensors in memory are not reported: their samples cost less than
+passing a batch between processes.
 
 ## Example
 
@@ -31,8 +32,8 @@ for images, labels in train_loader:
 
 ## When the repair is safe
 
-Random augmentation draws other numbers in workers. Open files and connections of the dataset must be opened in each
-worker; scripts that start processes by spawn need `if __name__ == "__main__":`.
+Random augmentation draws other numbers in workers. A dataset must open its files and connections in each worker.
+Scripts that start processes by spawn need `if __name__ == "__main__":`.
 
 ## Source
 
@@ -61,11 +62,12 @@ from hasten.techniques.base import toml_value
 from hasten.techniques.data.loader_workers import LoaderWorkers
 from hasten.techniques.data.worker_estimate import room_for, workers_for
 
+# Names of datasets that compute their samples from nothing, and calls that cost a `__getitem__` next to nothing.
 _MADE_UP = re.compile(r"random(?!_split)|dummy|fake|toy|synthetic|boring", re.IGNORECASE)
 _LIGHT = frozenset([
     "tensor", "as_tensor", "from_numpy", "long", "float", "int", "len", "astype", "size", "contiguous", "clone", "copy",
 ])  # fmt: skip
-_LEAST_WAIT = 0.05  # share of the step that must be spent waiting for workers to be worth a word
+_LEAST_WAIT = 0.05  # least share of the step spent waiting for which workers are worth proposing
 
 
 class WorkersZero(Rule):
@@ -73,12 +75,12 @@ class WorkersZero(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if the step waits 5 % of its time or more and workers would shorten the wait."""
         loader = evidence.train_loader
         if loader is None or loader.num_workers or share_of(evidence, typical_wait(evidence)) < 0.05:
             return None
-        asked = loader.probe
-        if loader.dataset == "TensorDataset" or (asked is not None and (asked.in_memory or asked.fork_unsafe)):
+        probe = loader.probe
+        if loader.dataset == "TensorDataset" or (probe is not None and (probe.in_memory or probe.fork_unsafe)):
             return None
         proposal = workers_for(evidence, loader)
         workers = proposal.workers
@@ -109,22 +111,24 @@ class WorkersZero(Rule):
 
     @classmethod
     def holds(cls, finding: Finding, evidence: Evidence) -> bool:
-        """Not where the run showed that loading costs it next to nothing."""
+        """Return False if the run showed that it hardly waits for data."""
         waits = share_of(evidence, seconds_of(evidence, Phase.DATA))
         return super().holds(finding, evidence) and (not evidence.step_phases or waits >= _LEAST_WAIT)
 
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
-        """Training loaders with num_workers=0, or without the argument."""
+        """Find training loaders with `num_workers=0` or without the argument."""
         for call, name in loader_calls(code):
-            given = argument(call, "num_workers", 5)
-            if given is not None and code.script.value_of(given) != 0:
+            count = argument(call, "num_workers", 5)
+            if count is not None and code.script.value_of(count) != 0:
                 continue
-            if code.script.value_of(given) is False or not trains_with(code, call, name) or _in_memory(code, call):
+            # False == 0 in Python, but it is no number of workers.
+            if code.script.value_of(count) is False or not trains_with(code, call, name) or _in_memory(code, call):
                 continue
             if argument(call, "multiprocessing_context") is not None:
                 continue
-            default = given is not None and not isinstance(given, cst.Integer)
+            # The value comes from elsewhere: `num_workers=args.workers`, whose default is 0.
+            default = count is not None and not isinstance(count, cst.Integer)
             yield Problem(
                 call,
                 f"the training process makes its batches itself (num_workers is 0{' by default' if default else ''})",
@@ -133,13 +137,14 @@ class WorkersZero(Rule):
 
 
 def _in_memory(code: Code, call: cst.Call) -> bool:
-    """Whether a loader's dataset only hands out what is in memory: workers would not help."""
+    """Return whether a loader's dataset only returns data in memory, so that workers would not help."""
     dataset = argument(call, "dataset", 0)
     return dataset is not None and _hands_out_memory(code, dataset)
 
 
 def _hands_out_memory(code: Code, dataset: cst.BaseExpression, depth: int = 0) -> bool:
-    if depth > 3:
+    """Return whether an expression is a dataset in memory: a TensorDataset, a list, or a class with a cheap getter."""
+    if depth > 3:  # `Subset` of `Subset`, and names that refer to each other
         return False
     if _MADE_UP.search(code.text(dataset, 200)):
         return True

@@ -1,13 +1,13 @@
-"""Gradients are filled with zeros instead of dropped.
+"""Gradients are filled with zeros instead of being dropped.
 
 ## Why it is slow
 
-The zeros are written, read and added to; without them the backward hands its own gradients over.
+The zeros are written, read and added to. If gradients are dropped, the backward stores its own tensors instead.
 
 ## How it is known
 
-The measured time of `zero_grad(set_to_none=False)`; where that was not taken, the gradients' size. Where dropping
-them was switched on and off in the run itself, by what that showed.
+hasten switches dropping gradients on and off during the run. Where that was not done: the measured time of
+`zero_grad(set_to_none=False)`, or else an estimate from the size of the gradients.
 
 ## Example
 
@@ -25,8 +25,8 @@ criterion(model(images), labels).backward()
 
 ## When the repair is safe
 
-Where every parameter gets a gradient in every step, and nothing reads `.grad` before the backward. `hasten fix`
-leaves files alone that read `.grad`.
+Safe where every parameter gets a gradient in every step and nothing reads `.grad` before the backward. `hasten fix`
+does not change files that read `.grad`.
 
 ## Source
 
@@ -49,7 +49,7 @@ from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu, share_of, switched
 from hasten.techniques.memory.set_to_none import SetToNone
 
-_BYTES, _GPU_BYTES = 10e9, 2e12  # of memory moved a second
+_BYTES, _GPU_BYTES = 10e9, 2e12  # bytes of memory moved per second
 
 
 class ZeroedGradients(Rule):
@@ -58,13 +58,14 @@ class ZeroedGradients(Rule):
 
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
-        """Return at most one finding."""
+        """Return a finding if a `zero_grad(set_to_none=False)` costs 1 % of the step or more."""
         events = evidence.events_of("zero_grad")
         if evidence.flags.missing_gradients or not events:
             return None
-        # A write of zeros, and a read and an add in backward, of four bytes each.
+        # Writing the zeros, then reading and adding to them in the backward: three passes over four bytes each.
         moved = 3 * 4 * max((model.trained_parameters for model in evidence.models), default=0)
         measured = per_step(evidence, events)
+        # Under accumulation gradients are zeroed in only some of the steps.
         times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
         seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
         how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
@@ -90,7 +91,7 @@ class ZeroedGradients(Rule):
             if arg.star or not is_word(arg.value, "False") or (arg.keyword and arg.keyword.value != "set_to_none"):
                 continue
             if any(isinstance(node, cst.Attribute) and node.attr.value == "grad" for node in code.script.nodes):
-                continue  # it reads `.grad`, which would be None
+                continue  # the file reads `.grad`, which would be None
             yield Problem(
                 call,
                 "gradients are set to zero instead of being let go",
