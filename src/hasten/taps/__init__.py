@@ -13,8 +13,8 @@ The files of this package and what each taps while a run is recorded (doctor's o
     results     the losses of torch.nn.functional, scaled_dot_product_attention; torch.jit.script; GradScaler.scale;
                 torch.save; Tensor.to, Tensor.cuda where there is a GPU
     session     sys.excepthook; os._exit if doctor bounds the run (`bounds`)
-    overlaid    `open` and the functions of os and shutil that write, in a trial (the sandbox)
-    overlaid_libraries  files that torch, SQLite and safetensors open in native code, in a trial
+    overlay_functions  `open` and the file functions of os and shutil, in a trial (the sandbox)
+    overlay_libraries  files that torch, SQLite and safetensors open in native code, in a trial
     seeds       random.seed, numpy.random.seed, torch.manual_seed in a trial
 
 `wrapping.tap` replaces functions of torch; the replacement keeps the original as its `__wrapped__`. Taps stay in place
