@@ -49,7 +49,7 @@ class Switchboard(Run):
         order, techniques, self._fixed = list(CATALOGUE), list(techniques), list(fixed)
         places = {name: place for place, name in enumerate(order)}
         installed = [*techniques, *self._fixed]
-        super().__init__(sorted(installed, key=lambda one: places.get(one.name, len(order))), recorder)
+        super().__init__(sorted(installed, key=lambda each: places.get(each.name, len(order))), recorder)
         for technique in techniques:
             if technique.liveness_of(technique.setting) is Liveness.PROCESS:
                 raise HastenError(
@@ -120,7 +120,7 @@ class Switchboard(Run):
 
     def acting(self, place: str) -> list[Technique]:
         """Return the techniques that act at a place, on or off, without the broken ones."""
-        return [one for one in super().acting(place) if one.name not in self.broken]
+        return [technique for technique in super().acting(place) if technique.name not in self.broken]
 
     def idle(self) -> list[str]:
         """Return one line per fixed technique that found nothing to act on; the others are only being tried."""

@@ -206,7 +206,7 @@ def optimizer_facts(
         options={name: option for name, value in first.items() if (option := _option(value)) is not None},
         schedule=seen.schedule if seen else "",
         rates=tuple(seen.rates) if seen else (),
-        shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),  # enough to recognise them
+        shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),
     )
 
 

@@ -121,7 +121,7 @@ def _tap_loaders(across: Across) -> None:
         def __init__(self: Any, loader: Any, *args: Any) -> None:
             build(self, loader, *args)
             # Workers are seeded by `_base_seed`, which is alike on all ranks: shift it, so that the workers of two
-            # ranks do not augment alike. The shift is small, as torch's CPU generator takes only the lower 32 bits.
+            # ranks do not augment alike. It must change the lower 32 bits: torch's CPU generator takes no others.
             if across.acts:
                 self._base_seed += across.meeting().world.rank * 1_000_003
 

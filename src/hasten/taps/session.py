@@ -261,7 +261,7 @@ class ProcessSession(Session):
         if steps == _COMPILED_BY:
             self._since = recorder.now()
         ends_anywhere = self._trained_passes or recorder.step_of == "optimizer"
-        # Until the first pass is over, allow four times as long: a trial should see the end of a pass, if it can.
+        # A trial with a loader may end within its first training pass only after four times the seconds.
         bound = trial.seconds if ends_anywhere else 4 * trial.seconds
         late = self._since is not None and recorder.now() - self._since > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
