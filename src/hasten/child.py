@@ -1,9 +1,10 @@
-"""Start a process so that nothing of it outlives this one, and end it with all that it has started.
+"""Start a child process that cannot outlive this one, and end it with all of its descendants.
 
-A child gets a session of its own and a mark in its environment, which all that it starts inherits. A watcher, a small
-process per hasten process, holds one end of a pipe: when this process is gone, whatever it died of, the pipe closes,
-and the watcher ends every process with the mark of a child that had not been ended. Run by its path, this file is that
-watcher; so it imports nothing but the standard library.
+A child runs in its own session, and its environment carries a unique mark (`HASTEN_CHILD_...`) that its descendants
+inherit; so they are found in /proc even after they left the session. Each hasten process that starts children also
+starts a watcher, a small process that reads from a pipe. When the hasten process dies, from whatever cause, the pipe
+closes, and the watcher kills every process that carries the mark of a child that was not ended yet. The watcher runs
+this very file by its path, so this file imports only the standard library at the top.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ _PR_SET_PDEATHSIG = 1
 PATIENCE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
-_ABOUT_TO_START = 0.2  # seconds within which a process that was forked bears its mark
-_UNTIL_GONE = 5.0  # seconds after which a process that SIGKILL does not end (in a broken file system) is given up
+_ABOUT_TO_START = 0.2  # seconds within which a forked process has called exec, and so carries its mark
+_UNTIL_GONE = 5.0  # seconds after which to give up on a process that SIGKILL does not end (stuck in a dead file system)
 
 
 class Child:
-    """A process, with all that it starts, which does not outlive this one.
+    """A child process that, with all of its descendants, does not outlive this process.
 
     Args:
-        arguments: Its command line.
-        env: Its environment.
-        options: For `subprocess.Popen`.
+        arguments: The child's command line.
+        env: The child's environment.
+        options: Further arguments for `subprocess.Popen`.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The child cannot be started.
     """
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
         self._mark = _MARK + secrets.token_hex(8)
-        _watcher.tell(f"+{self._mark}")  # before it starts, so that there is no moment without
+        _watcher.tell(f"+{self._mark}")  # before the child starts, so that it is never unwatched
         try:
             self.process = subprocess.Popen(arguments, env={**env, self._mark: "1"}, start_new_session=True, **options)
         except OSError:
             _watcher.tell(f"-{self._mark}")
             raise
-        except BaseException:  # a Ctrl-C, which may come when it has been started already
+        except BaseException:  # Ctrl-C, which may interrupt `Popen` after the child was forked
             _end_unknown(self._mark)
             _watcher.tell(f"-{self._mark}")
             raise
@@ -60,14 +61,14 @@ class Child:
         _watcher.tell(f"+{self._mark} {self.pid}")
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return its exit code, -N after signal N; None if it still runs after so many seconds."""
+        """Return the child's exit code, -N after signal N; None if it still runs after this many seconds."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def end(self, patience: float = PATIENCE) -> None:
-        """End it and all that it started: asked with SIGTERM, and after `patience` seconds with SIGKILL."""
+        """End the child and its descendants: by SIGTERM, then after `patience` seconds by SIGKILL."""
         with suppress(ProcessLookupError, PermissionError):
             if patience and self.process.poll() is None:
                 os.killpg(self.pid, signal.SIGTERM)
@@ -80,12 +81,12 @@ class Child:
 def start_logged(
     arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes], stdin: int | None = subprocess.DEVNULL
 ) -> Child:
-    """Start a child that prints to `log` and reads nothing.
+    """Start a child whose stdout and stderr go to `log`, and whose stdin is empty by default.
 
     Raises:
-        HastenError: It cannot be started.
+        HastenError: The child cannot be started.
     """
-    from hasten.errors import HastenError  # not above: the watcher runs this file without hasten
+    from hasten.errors import HastenError  # not at the top: the watcher runs this file without the hasten package
 
     try:
         return Child(arguments, env, stdin=stdin, stdout=log, stderr=log)
@@ -94,8 +95,10 @@ def start_logged(
 
 
 def running_for() -> float:
-    """Return the seconds since this process was started; its CPU seconds where the system does not tell that."""
+    """Return the seconds since this process started; its CPU seconds where there is no /proc."""
     try:
+        # Field 22 of /proc/self/stat is the start in clock ticks since boot. Split behind the last ")": field 2 is the
+        # command's name in parentheses, which may hold spaces.
         started = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
     except (OSError, AttributeError, IndexError, ValueError):
@@ -103,7 +106,7 @@ def running_for() -> float:
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit code as `Popen` gives it in words: "exit code 1", "signal SIGSEGV"."""
+    """Return an exit code of `Popen` in words: "exit code 1", "signal SIGSEGV"."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -113,7 +116,7 @@ def how_it_ended(code: int) -> str:
 
 
 def end_family(mark: str, pid: int) -> None:
-    """Kill a child that has this mark, and all that it started; returns when none is left."""
+    """Kill the child with this mark and its descendants; return when none is left, or after five seconds."""
     end = time.monotonic() + _UNTIL_GONE
     while time.monotonic() < end:
         with suppress(ProcessLookupError, PermissionError):
@@ -125,13 +128,13 @@ def end_family(mark: str, pid: int) -> None:
         for member in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(member, signal.SIGKILL)
-        time.sleep(0.02)  # one that was being forked meanwhile is seen in the next round
+        time.sleep(0.02)  # the next round finds processes that were forked during this one
 
 
 @contextmanager
 def scratch_folder(prefix: str = "hasten-", within: Path | None = None) -> Iterator[Path]:
-    """Make a folder for temporary files; it is removed at the end, also where SIGKILL ends this process."""
-    import tempfile  # which the watcher does not need
+    """Make a folder for temporary files and remove it at the end, even if SIGKILL ends this process."""
+    import tempfile  # not at the top: the watcher does not need it
 
     with tempfile.TemporaryDirectory(prefix=prefix, dir=within, ignore_cleanup_errors=True) as folder:
         _watcher.tell(f"~{folder}")
@@ -139,50 +142,53 @@ def scratch_folder(prefix: str = "hasten-", within: Path | None = None) -> Itera
 
 
 def _end_unknown(mark: str) -> None:
-    """Kill a child of which nobody knows yet whether it was started."""
+    """Kill a child that may or may not have been started, by its mark alone, since its process id is unknown."""
     end_family(mark, 0)
     time.sleep(_ABOUT_TO_START)
     end_family(mark, 0)
 
 
 def family(mark: str, session: int = 0) -> list[int]:
-    """Return the processes that live and have a mark in their environment, or belong to a session.
+    """Return the ids of the live processes that carry a mark in their environment, or belong to a session.
 
-    Empty where there is no /proc: there the process group is all that is known.
+    Returns [] on systems without /proc, where only the process group is known.
     """
-    found = []
+    members = []
     with suppress(OSError):
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit() or int(folder.name) == os.getpid():
                 continue
             try:
                 state, *numbers = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-                if state in (b"Z", b"X"):
+                if state in (b"Z", b"X"):  # zombie or dead
                     continue
                 marked = mark.encode() in (folder / "environ").read_bytes()
-            except OSError:  # gone meanwhile, or somebody else's
+            except OSError:  # it has just ended, or is another user's
                 continue
             if marked or (session and int(numbers[2]) == session):
-                found.append(int(folder.name))
-    return found
+                members.append(int(folder.name))
+    return members
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process, started by multiprocessing, when its parent dies, whatever of (Linux only).
+    """Have the kernel kill this multiprocessing child when its parent dies, from whatever cause (Linux only).
 
-    A loader's worker looks for its parent between two samples, so one that hangs in a sample would stay for ever.
+    A DataLoader worker checks for its parent only between two samples, so a worker that hangs in a sample would
+    otherwise stay forever.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
         return
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if not parent.is_alive():  # it died before this process said so; under a fork server it is not our parent's number
+    # The parent may have died before `prctl`, which then does nothing. `os.getppid()` would not tell: under a fork
+    # server the system's parent is the server.
+    if not parent.is_alive():
         os._exit(1)
 
 
 class _Watcher:
-    """This process's end of the pipe to its watcher, which is started with the first child."""
+    """The writing end of the pipe to this process's watcher, which is started with the first child."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -190,14 +196,17 @@ class _Watcher:
         os.register_at_fork(after_in_child=self._forget)
 
     def tell(self, line: str) -> None:
-        """Tell the watcher of a child; without one (no more processes allowed) children are ended from here only."""
+        """Send the watcher a line: `+MARK [PID]` for a child, `-MARK` once it was ended, `~FOLDER` to remove later.
+
+        If no watcher can be started (the limit of processes is reached), only this process ends its children.
+        """
         with self._lock, suppress(OSError):
             if self._pipe is None:
                 self._pipe = self._start()
             self._pipe.write(os.fsencode(line) + b"\n")
 
     def _start(self) -> IO[bytes]:
-        reader, writer = os.pipe()  # neither is inherited by what is executed
+        reader, writer = os.pipe()  # Python closes both on exec, so children do not keep the pipe open
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__],
@@ -210,11 +219,11 @@ class _Watcher:
             raise
         finally:
             os.close(reader)
-        process.returncode = 0  # nobody waits for it: it ends after us
+        process.returncode = 0  # the watcher ends after us: keep Popen from warning that it still runs
         return os.fdopen(writer, "wb", buffering=0)
 
     def _forget(self) -> None:
-        """A fork of this process must not keep the pipe open."""
+        """Close the pipe in a fork of this process: an open copy would hide this process's death from the watcher."""
         self._lock = threading.Lock()
         if self._pipe is not None:
             self._pipe.close()
@@ -225,7 +234,10 @@ _watcher = _Watcher()
 
 
 def _watch() -> None:
-    """Read of children, one a line, until the process that started them is gone; then end what is left of them."""
+    """Read lines from `_Watcher.tell` until the starting process dies; then kill the children not yet ended.
+
+    Afterwards the scratch folders are removed.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     children: dict[str, int] = {}

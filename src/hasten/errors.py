@@ -1,13 +1,13 @@
-"""The errors a person may see: each says what was wrong, where, and what to do."""
+"""Errors shown to the user: each says what went wrong, where, and how to fix it."""
 
 
 class HastenError(Exception):
-    """Something hasten cannot go on with; printed as one message, never as a traceback.
+    """An error that stops hasten; commands print it as one message, without a traceback.
 
     Args:
-        message: What was wrong and where.
-        fix: What the person can do about it.
-        code: Exit code of the command, never 0.
+        message: What went wrong and where.
+        fix: What the user can do about it.
+        code: The command's exit code, never 0.
     """
 
     def __init__(self, message: str, fix: str = "", code: int = 2) -> None:
@@ -24,11 +24,11 @@ OUT_OF_MEMORY = (
     "OutOfMemoryError", "MemoryError", "out of memory", "annot allocate memory", "can't allocate memory",
     "_STATUS_ALLOC_FAILED",
 )  # fmt: skip
-"""What errors say when memory has run out: torch's allocators for GPUs and CPUs, Python, cuBLAS and cuDNN."""
+"""Texts in errors that mean memory has run out: from torch's GPU and CPU allocators, Python, cuBLAS and cuDNN."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, says that memory has run out."""
+    """Return whether an error, or a cause in its `__cause__` chain, says that memory has run out."""
     while error is not None:
         if any(word in f"{type(error).__name__}: {error}" for word in OUT_OF_MEMORY):
             return True
@@ -40,14 +40,16 @@ _REFUSED_WORDS = ("ermission", "No such file", "CalledProcessError", "EOF")
 
 
 def script_fails(reason: str, log: str) -> HastenError:
-    """Return the error for a script that fails in a trial without any technique.
+    """Return the error for a script that fails in a trial even without any technique.
 
     Args:
-        reason: What it raised, and where.
-        log: Its last words, or nothing.
+        reason: The exception that the script raised, and where.
+        log: The end of the script's output, or "".
     """
     sandbox = ""
-    if any(word in reason + log for word in _REFUSED_WORDS):  # `h5py.File("out.h5", "w")`, `input()`
+    # The trial's sandbox may be to blame: it refuses writes by native code (`h5py.File("out.h5", "w")`) outside the
+    # scratch folder, and stdin is empty (`input()` raises EOFError).
+    if any(word in reason + log for word in _REFUSED_WORDS):
         sandbox = (
             "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
             "folder is refused, and there is no input to read"

@@ -1,4 +1,9 @@
-"""Files: written whole or not at all, and never in the place of what is not hasten's. No torch."""
+"""Write files atomically, never over a file that hasten did not write, and read files of unknown origin. No torch.
+
+A new file is made under a temporary name in the target's folder and renamed over the target, so readers and crashes see
+the old content or the new. `check_target` and `write_own` refuse to replace a file whose content is not recognised as
+an earlier output of the same kind. The reading functions bound time, size and nesting.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +27,31 @@ from hasten.errors import HastenError
 Recognise = Callable[[bytes], bool]
 
 TEMPORARY = re.compile(r"\.hasten-\d+-[0-9a-f]{16}\.tmp")
-"""Names of the files that `make_beside` makes."""
+"""Pattern of the names of temporary files that `make_beside` makes."""
 
 _ELSE = "name another file, or move that one away"
-_PATIENCE = 5.0  # seconds for the next bytes of a pipe
-_MOST = 1 << 31  # bytes of a file that is read into memory
+_PATIENCE = 5.0  # seconds to wait for a pipe's next bytes
+_MOST = 1 << 31  # bytes of the largest file that is read into memory
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: bool = True) -> None:
-    """Write a file whole or not at all: readers see the old content or the new, also after a crash.
+    """Write a file atomically: readers see the old content or the new, also after a crash.
 
-    The new file is made beside the old one under a name that nobody can guess, and no link is followed to it. It
-    keeps the old one's mode and, where the system allows, its owner. A link to a file stays a link. A pipe or a device
-    is written to as it is.
+    The temporary file's name is random, and it is created without following links. The new file keeps the old file's
+    mode and, if the system allows, its owner. A symbolic link is kept, and its target is replaced. A pipe or a device
+    is written to directly.
 
     Args:
         path: The file.
-        content: What it will hold; text as UTF-8.
-        durable: Wait until the disk has it.
+        content: The new content; text is encoded as UTF-8.
+        durable: Whether to wait until the file is on the disk (fsync).
 
     Raises:
-        OSError: It cannot be written; what was there is still there.
+        OSError: The file cannot be written; its old content is unchanged.
     """
     data = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
     old = _stat(path)
+    # `/dev/stdout` may be redirected to a regular file, which must be appended to, not replaced: `--out /dev/stdout`.
     if (old is not None and not stat.S_ISREG(old.st_mode)) or os.fspath(path).startswith(("/dev/fd/", "/dev/std")):
         with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb") as stream:
             stream.write(data)
@@ -56,12 +62,12 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` when the block ends, and is removed if the block raises.
+    """Open a new file that replaces `path` when the block ends, and is removed if the block raises.
 
-    As `write_whole`, for what is written in parts.
+    Like `write_whole`, for content that is written in parts.
 
     Raises:
-        OSError: It cannot be written; what was there is still there.
+        OSError: The file cannot be written; its old content is unchanged.
     """
     real = os.path.realpath(path)
     old = _stat(real)
@@ -74,7 +80,9 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
             file.flush()
             if durable:
                 os.fsync(fd)
-            os.replace(temporary, real)  # before it is closed, which gives up the lock
+            # Rename before the file is closed: closing drops the lock, and `remove_left_behind` in another process
+            # would take the temporary file for an abandoned one.
+            os.replace(temporary, real)
         if durable:
             sync_folder(os.path.dirname(real))
     except BaseException:
@@ -83,13 +91,14 @@ def replacing(path: str | os.PathLike[str], *, durable: bool = True) -> Iterator
 
 
 def write_in_place(path: str | os.PathLike[str], content: bytes) -> None:
-    """Change what a file holds and nothing else of it: owner, mode, attributes and its other names stay.
+    """Replace a file's content and keep everything else: owner, mode, extended attributes and hard links.
 
-    Where a new file in its place would have all that too, it is written whole. Else (hard links, attributes, another
-    owner) the file itself is written, its room on the disk taken beforehand, and put back as it was if that fails.
+    The file is written atomically by `write_whole` if that keeps all of these. Otherwise (hard links, extended
+    attributes, another owner) it is overwritten in place, with disk space allocated first, and its old content is
+    restored if writing fails.
 
     Raises:
-        OSError: It cannot be written; it is as it was.
+        OSError: The file cannot be written; its old content is unchanged.
     """
     old = os.stat(path)
     if old.st_nlink == 1 and old.st_uid == os.geteuid() and old.st_gid == os.getegid() and not os.listxattr(path):
@@ -114,16 +123,17 @@ def _overwrite(fd: int, content: bytes) -> None:
 
 
 def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = _ELSE) -> None:
-    """Check, before the work, that a file can be written after it, and is not somebody else's.
+    """Check, before a long run, that its output file can be written afterwards and replaces nobody else's file.
 
     Args:
         path: The file; it may be missing, empty, a pipe or a device.
-        what: What it will be, for messages: "the evidence".
-        recognise: Whether a file's content is a former one of the same kind; None: only look whether it can be written.
-        fix: What the person can do.
+        what: The output's name in messages, such as "the evidence".
+        recognise: Returns whether some content is an earlier output of the same kind; None to check only whether the
+            file can be written.
+        fix: What the user can do about it.
 
     Raises:
-        HastenError: It cannot be written, or holds something else.
+        HastenError: The file cannot be written, or holds other content.
     """
     folder = path.absolute().parent
     if path.is_dir():
@@ -144,10 +154,10 @@ def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = 
 
 
 def refuse_others(path: Path, what: str, recognise: Recognise, fix: str = _ELSE) -> None:
-    """Refuse to write to a file that holds something other than a former one of the same kind.
+    """Refuse to replace a file unless it is missing, empty, no regular file, or an earlier output of the same kind.
 
     Raises:
-        HastenError: It does, or cannot be read.
+        HastenError: The file holds other content, or cannot be read.
     """
     old = _stat(path)
     if old is None or not stat.S_ISREG(old.st_mode) or not old.st_size:
@@ -161,10 +171,10 @@ def refuse_others(path: Path, what: str, recognise: Recognise, fix: str = _ELSE)
 
 
 def write_own(path: Path, content: str | bytes, what: str, recognise: Recognise, fix: str = _ELSE) -> None:
-    """Write a file whole, in the place of nothing but a former one of the same kind.
+    """Write a file atomically, replacing nothing but an earlier output of the same kind.
 
     Raises:
-        HastenError: It holds something else, or cannot be written.
+        HastenError: The file holds other content, or cannot be written.
     """
     refuse_others(path, what, recognise, fix)
     try:
@@ -174,7 +184,7 @@ def write_own(path: Path, content: str | bytes, what: str, recognise: Recognise,
 
 
 def json_of(schema: str) -> Recognise:
-    """Return what recognises JSON objects whose field `schema` is this one, of any version."""
+    """Return a function that recognises JSON objects with this `schema` field, in any version ("name/version")."""
     kind = schema.partition("/")[0]
 
     def recognise(content: bytes) -> bool:
@@ -182,20 +192,20 @@ def json_of(schema: str) -> Recognise:
             data = parse_json(content)
         except ValueError:
             return False
-        own = data.get("schema") if isinstance(data, dict) else None
-        return isinstance(own, str) and own.partition("/")[0] == kind
+        found = data.get("schema") if isinstance(data, dict) else None
+        return isinstance(found, str) and found.partition("/")[0] == kind
 
     return recognise
 
 
 def is_page(content: bytes) -> bool:
-    """Whether this is an HTML page that hasten wrote."""
+    """Return whether the content is an HTML page that hasten wrote."""
     return re.search(rb'<meta name="generator" content="hasten\b', content[:4096]) is not None
 
 
 def is_trace(content: bytes) -> bool:
-    """Whether this is a Chrome trace that hasten wrote, packed or not."""
-    if content[:2] == b"\x1f\x8b":
+    """Return whether the content is a Chrome trace that hasten wrote, compressed by gzip or not."""
+    if content[:2] == b"\x1f\x8b":  # gzip's magic number
         try:
             content = zlib.decompress(content, wbits=31)
         except zlib.error:
@@ -204,11 +214,12 @@ def is_trace(content: bytes) -> bool:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a file that a person named; a pipe that nobody writes to is an error after five seconds.
+    """Read a file that the user named; a pipe that stays silent for five seconds is an error.
 
     Raises:
-        OSError: It cannot be read, or is no file.
+        OSError: The file cannot be read, is too large, or is a folder, a device or a socket.
     """
+    # Non-blocking: `open` of a named pipe without a writer would hang.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as stream:
         mode, size = os.fstat(fd).st_mode, os.fstat(fd).st_size
@@ -224,10 +235,11 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON that may come from anywhere.
+    """Parse JSON of unknown origin.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or holds numbers beyond what a number here can be.
+        ValueError: The text is not JSON (NaN and Infinity are not), is nested too deeply, or holds a number that is too
+            large: a float that overflows, or an integer of more than 25 characters.
     """
     try:
         return json.loads(content, parse_float=_float, parse_int=_int, parse_constant=_not_a_number)
@@ -253,7 +265,7 @@ def _not_a_number(text: str) -> float:
 
 
 def _from_pipe(fd: int) -> bytes:
-    """All that a pipe gives until its writers are gone."""
+    """Read a pipe until all of its writers have closed it."""
     parts: list[bytes] = []
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -270,9 +282,9 @@ def _from_pipe(fd: int) -> bytes:
 
 
 def mark_of(path: Path) -> str:
-    """Return what tells this version of a file from a later one; "" where there is none."""
-    found = _stat(path)
-    return "" if found is None else f"{found.st_ino} {found.st_mtime_ns}"
+    """Return a mark (inode and modification time) that differs once the file is rewritten; "" if there is no file."""
+    status = _stat(path)
+    return "" if status is None else f"{status.st_ino} {status.st_mtime_ns}"
 
 
 def _stat(path: str | os.PathLike[str]) -> os.stat_result | None:
@@ -283,9 +295,9 @@ def _stat(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """Make an empty file in the folder of `path`, under a name of its own; return its name and descriptor.
+    """Create an empty temporary file in the folder of `path`; return its name and descriptor.
 
-    The file is locked for as long as the descriptor is open: one without a lock was left by a writer that was killed,
+    The file is locked while the descriptor is open. A temporary file without a lock was abandoned by a killed writer,
     and `remove_left_behind` removes it.
     """
     while True:
@@ -295,55 +307,56 @@ def make_beside(path: str | os.PathLike[str]) -> tuple[str, int]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Where there are no locks, nobody sweeps this file; where a sweep has it, it is as good as gone.
+            # A file system without locks: `remove_left_behind` cannot lock the file either, so it leaves it alone.
             if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
                 return temporary, fd
+        # Between `open` and `flock` another process may have taken the new file for an abandoned one and removed it.
         if os.fstat(fd).st_nlink:
             return temporary, fd
         os.close(fd)
 
 
 def set_aside(path: Path, name: Path) -> None:
-    """Keep a file of an earlier run under another name, which nothing has.
+    """Rename a file of an earlier run to a name that is not in use.
 
     Raises:
-        FileNotFoundError: There is no such file (any more).
+        FileNotFoundError: The file does not exist (any more).
     """
     path.rename(name)
 
 
 def remove_left_behind(path: str | os.PathLike[str]) -> bool:
-    """Remove a file that `make_beside` made, if its writer was killed; return whether it is gone by that."""
+    """Remove a temporary file of `make_beside` if its writer was killed; return whether this call removed it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile, or somebody else's
+    except OSError:  # already removed, or another user's
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)
         return True
-    except OSError:  # its writer lives, or it is not ours to remove
+    except OSError:  # its writer is alive and holds the lock, or we may not remove it
         return False
     finally:
         os.close(fd)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Wait until the disk has the names in a folder, so that a rename in it outlives a power cut."""
+    """Wait until a folder's entries are on the disk, so that a rename in it survives a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder, and need not
             raise
     finally:
         os.close(fd)
 
 
 def _keep_owner(fd: int, old: os.stat_result) -> None:
-    """Give a new file the mode of the old one and, as far as the system lets us, its owner."""
+    """Give a new file the old file's mode and, if the system allows, its owner."""
     new = os.fstat(fd)
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-        with contextlib.suppress(OSError):  # only root may; the person who writes owns it then
+        with contextlib.suppress(OSError):  # only root may change owners; otherwise the writing user owns the file
             os.fchown(fd, old.st_uid, old.st_gid)
     os.fchmod(fd, stat.S_IMODE(old.st_mode))

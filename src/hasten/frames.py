@@ -1,4 +1,4 @@
-"""Where another thread is."""
+"""Read the stack frame of another thread, without the deadlock of Pythons before 3.12.3."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import gc
 import sys
 from types import FrameType
 
-# Before 3.12.3 a garbage collection inside `sys._current_frames()` can end in a deadlock (CPython issue 106883): it
-# holds the lock of the list of threads, and a finalizer that waits (that of torch's loader does) lets others have the
-# GIL, of which the first that begins or ends a thread waits for the list.
+# Before Python 3.12.3, `sys._current_frames()` can deadlock if a garbage collection runs inside it (CPython issue
+# 106883). It holds the lock of the thread list. A finalizer that blocks, such as that of a DataLoader's iterator,
+# releases the GIL; the next thread that starts or ends then holds the GIL and waits for the thread list.
 _COLLECTS_INSIDE = sys.version_info < (3, 12, 3)
 
 
 def frame_of(thread: int | None) -> FrameType | None:
-    """The frame that a thread is in, by its identity; None where it has ended, or has not begun."""
+    """Return a thread's current frame, given its `ident`; None if the thread has not started or has ended."""
     collects = _COLLECTS_INSIDE and gc.isenabled()
     if collects:
         gc.disable()

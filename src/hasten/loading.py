@@ -1,4 +1,8 @@
-"""Loaders as the techniques of a Run want them, for who has built them before: the Trainer, and `hasten.setup`."""
+"""Apply a Run's techniques to DataLoaders that were already built, for the Trainer and `hasten.setup`.
+
+The taps change a loader's arguments while the script builds it. Here the loader exists, so it is copied with other
+attributes instead of being rebuilt.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from hasten.run import Run
 
-# What a DataLoader is built with, but for `shuffle`, which it keeps as its sampler.
+# A DataLoader's arguments, which it keeps as attributes of the same names; `shuffle` is missing, since a loader keeps
+# it only as the type of its sampler.
 _ARGUMENTS = (
     "dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn",
     "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
@@ -19,7 +24,9 @@ _ARGUMENTS = (
 
 
 def changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A copy of a loader with other options; subclasses keep their class and their own attributes."""
+    """Return a copy of a loader with some attributes changed; a subclass keeps its class and its other attributes."""
+    # DataLoader.__setattr__ refuses to change options such as `batch_size` once a loader was built, so `__dict__` is
+    # changed. Rebuilding would lose what a subclass adds.
     new: Any = copy.copy(loader)
     new.__dict__.update(attributes)
     if "sampler" in attributes and new.batch_sampler is not None and "batch_sampler" not in attributes:
@@ -27,15 +34,15 @@ def changed(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
         if type(batches) is BatchSampler:
             new.__dict__["batch_sampler"] = BatchSampler(attributes["sampler"], batches.batch_size, batches.drop_last)
         else:
-            again = copy.copy(batches)
-            again.sampler = attributes["sampler"]
-            new.__dict__["batch_sampler"] = again
-    new.__dict__["_iterator"] = None
+            copied = copy.copy(batches)
+            copied.sampler = attributes["sampler"]
+            new.__dict__["batch_sampler"] = copied
+    new.__dict__["_iterator"] = None  # persistent workers belong to the original loader
     return new  # type: ignore[no-any-return]
 
 
 def with_options(loader: Any, run: Run) -> Any:
-    """A loader as the techniques want it; the same loader where they change nothing."""
+    """Return a loader with the techniques' options applied; the same loader if they change nothing."""
     if not isinstance(loader, DataLoader):
         return loader
     if run.acting("loader_options"):
@@ -56,11 +63,14 @@ def with_options(loader: Any, run: Run) -> Any:
 
 
 class _FetcherInWorker:
-    """Lets the techniques change the fetcher that a worker is about to make."""
+    """A `worker_init_fn` that lets the techniques replace the worker's fetcher, then calls the script's own.
 
-    def __init__(self, run: Run, then: Any) -> None:
+    torch calls `worker_init_fn` right before the worker creates its fetcher, so `create_fetcher` is patched there.
+    """
+
+    def __init__(self, run: Run, worker_init_fn: Any) -> None:
         self._run = run
-        self._then = then
+        self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker: int) -> None:
         from torch.utils.data import _DatasetKind
@@ -72,13 +82,13 @@ class _FetcherInWorker:
             return run.fetcher(create(*args, **kwargs))  # type: ignore[no-untyped-call]
 
         _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
-        if self._then is not None:
-            self._then(worker)
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
 
 
 def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
-    """The function that gives a pass its next batch, behind the techniques that act on it."""
-    fetcher = getattr(iterator, "_dataset_fetcher", None)
+    """Return the function that gives a pass its next batch, wrapped by the techniques that act on batches."""
+    fetcher = getattr(iterator, "_dataset_fetcher", None)  # only without workers: a worker has a fetcher of its own
     if fetcher is not None and run.acting("fetcher"):
         iterator._dataset_fetcher = run.fetcher(fetcher)  # type: ignore[attr-defined]
     return run.batches(iterator.__next__, iterator)

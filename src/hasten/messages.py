@@ -1,7 +1,7 @@
-"""What hasten tells the person, on stderr and stdout: a message that cannot be shown costs nothing.
+"""Messages to the user on stderr and stdout; a message that cannot be written never disturbs the training.
 
-A terminal that is gone, a full disk behind `2> log`, a closed file: what is said there is lost, and the training goes
-on, saves when it is asked to stop, and ends with the exit code it would have had.
+If the terminal is gone, the disk under `2> log` is full or the stream is closed, the message is lost: the training
+continues, still saves when asked to stop, and ends with the exit code it would have had.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, TextIO
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Write a line, to stderr if no other stream is given."""
+    """Write a line to a stream, by default stderr."""
     stream = stream or sys.stderr
-    if stream is None:  # a process that was started without one
+    if stream is None:  # the process was started without stderr (`2>&-`)
         return
     with harmless(stream):
         try:
@@ -29,26 +29,26 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 
 def timed() -> Callable[[str], None]:
-    """Return a function that writes a line with the seconds since now before it."""
+    """Return a function that writes a line prefixed by the seconds since this call."""
     start = time.monotonic()
     return lambda line: tell(f"hasten {time.monotonic() - start:5.0f}s  {line}")
 
 
 def tell_from_handler(text: str) -> None:
-    """Write a line to file descriptor 2, from a signal's handler, which may run in the middle of a print."""
+    """Write a line from a signal handler, directly to file descriptor 2: the handler may interrupt a print."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 def warn(text: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Warn as `warnings.warn` does; `stacklevel` counts from the caller."""
+    """Call `warnings.warn`, ignoring a dead stderr; `stacklevel` counts from the caller."""
     with harmless():
         warnings.warn(text, category, stacklevel + 1)
 
 
 @contextlib.contextmanager
 def harmless(*streams: TextIO) -> Iterator[None]:
-    """Swallow the errors of a stream that is dead, around what prints; to stdout or stderr if none is named."""
+    """Swallow the errors of writing to dead streams in the block; by default stdout and stderr."""
     try:
         yield
     except OSError:
@@ -59,44 +59,47 @@ def harmless(*streams: TextIO) -> Iterator[None]:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person looks at a stream, which may be closed or missing."""
+    """Return whether a stream is a terminal; False if it is closed or None."""
     with harmless():
         return stream is not None and stream.isatty()
     return False
 
 
 def settle(*streams: TextIO) -> None:
-    """Drop what lies in the buffers of streams, stdout and stderr if none is named, and cannot be written.
+    """Flush streams, by default stdout and stderr, and discard buffered text that cannot be written.
 
-    Python tries again when it exits, and turns the exit code into 120 if that fails.
+    Otherwise Python would flush it again at exit, and change the exit code to 120 when that fails.
     """
     for stream in streams or (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             _drop(stream)
-        except (AttributeError, ValueError):  # None, or closed: nothing waits there
+        except (AttributeError, ValueError):  # None, or closed: nothing is buffered
             continue
 
 
 def _drop(stream: Any) -> None:
-    """Flush a stream into nothing: what is written to its file by others meanwhile would have been lost, too."""
+    """Flush a stream into /dev/null, by pointing its file descriptor there for a moment.
+
+    Other writes to that descriptor during this moment are lost too; the file was dead anyway.
+    """
     with contextlib.suppress(OSError, ValueError):
         fd = stream.fileno()
         try:
-            kept = os.dup(fd)
-        except OSError:  # closed behind Python's back
-            kept = -1
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, fd)
-        if nothing != fd:
-            os.close(nothing)
+            original = os.dup(fd)
+        except OSError:  # the descriptor was closed by `os.close`, which the stream does not notice
+            original = -1
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, fd)
+        if devnull != fd:  # equal if `fd` was closed: `open` gives the lowest free number
+            os.close(devnull)
         try:
             stream.flush()
         finally:
-            if kept >= 0:
-                os.dup2(kept, fd)
-                os.close(kept)
+            if original >= 0:
+                os.dup2(original, fd)
+                os.close(original)
             else:
                 os.close(fd)
 

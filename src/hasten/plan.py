@@ -19,7 +19,7 @@ Setting = bool | int | float | str | dict[str, bool | int | float | str]
 
 VERSION = 1
 DEFAULT_NAME = "hasten.toml"
-_MOST_BYTES = 1 << 16  # tomllib takes minutes for a key of 50,000 parts
+_MOST_BYTES = 1 << 16  # of a plan file: tomllib takes minutes to parse a key of 50,000 dotted parts
 _TABLES = ("hasten", "machine", "techniques")
 
 
@@ -28,11 +28,11 @@ class Plan:
     """Which techniques to install, with their settings.
 
     Attributes:
-        techniques: Technique name -> setting, in the order in which they are installed.
-        comments: Technique name -> why it is there and what it measured; written beside it.
-        made: What made the plan (command, date, versions); free text by key.
-        machine: The machine it was measured on (`device`, `cpu`, `cores`, `gpus`); empty when unknown.
-        path: The file it was read from, if any.
+        techniques: Technique name -> setting, in installation order.
+        comments: Technique name -> why it was chosen and what it measured; written as a comment above the setting.
+        made: How the plan was made (command, date, versions); free text by key.
+        machine: The machine it was measured on (`device`, `cpu`, `cores`, `gpus`); empty if unknown.
+        path: The file the plan was read from, if any.
         lines: Technique name -> line in that file, for messages.
 
     Example:
@@ -49,23 +49,23 @@ class Plan:
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, name: str) -> Plan:
-        """This plan with one technique less."""
-        kept = {other: setting for other, setting in self.techniques.items() if other != name}
-        return Plan(kept, self.comments, self.made, self.machine)
+        """Return this plan without one technique."""
+        others = {other: setting for other, setting in self.techniques.items() if other != name}
+        return Plan(others, self.comments, self.made, self.machine)
 
     def where(self, name: str = "") -> str:
-        """`file:line` of a technique, for messages."""
+        """Return the `file:line` of a technique, for messages; "the plan" if it was not read from a file."""
         if self.path is None:
             return "the plan"
         return f"{self.path}:{self.lines[name]}" if name in self.lines else str(self.path)
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
-        """Read and check the form of a plan file; `hasten.techniques.check` checks names and settings.
+        """Read a plan file and check its structure; `hasten.techniques.check` checks names and settings.
 
         Raises:
-            HastenError: The file is missing or unreadable, is not TOML, or has parts that no plan has; the
-                message gives the line.
+            HastenError: The file is missing, unreadable, too large or not TOML, or has unknown tables; the message
+                gives the line.
         """
         import tomllib
 
@@ -84,7 +84,7 @@ class Plan:
             raise HastenError(f"cannot read the plan {path}: {error}") from None
         try:
             data = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # also a number of 5000 digits, and brackets 1000 deep
+        except (ValueError, RecursionError) as error:  # bad TOML; a number of 5000 digits; brackets nested 1000 deep
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise HastenError(f"{path} is not valid TOML: {why}", "correct that line, or tune again") from None
         return cls._checked(data, path, text)
@@ -114,20 +114,21 @@ class Plan:
         )
 
     def write(self, path: str | Path) -> None:
-        """Write the plan, whole or not at all, with its comments.
+        """Write the plan with its comments, atomically: a crash leaves the old file or the new one.
 
         Raises:
             HastenError: The folder cannot be written to.
         """
         path = Path(path)
         try:
-            # A command line may hold bytes that are not UTF-8; Python keeps them as lone surrogates, which become "?".
+            # The command line in `made` may hold bytes that are not UTF-8. Python keeps them as lone surrogates, which
+            # `write_whole` writes as "?".
             write_whole(path, self.to_toml())
         except OSError as error:
             raise HastenError(f"cannot write the plan {path}: {error}", "name another file with --out FILE") from None
 
     def to_toml(self) -> str:
-        """The text of the plan file."""
+        """Return the text of the plan file."""
         import tomlkit
 
         document = tomlkit.document()
@@ -164,13 +165,13 @@ class Plan:
 
 
 def did_you_mean(word: str, known: Mapping[str, Any] | tuple[str, ...] | list[str]) -> str:
-    """`did you mean 'x'?` for the closest known word, or nothing when none is close."""
+    """Return "did you mean 'x'?" for the closest known word; "" if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else ""
 
 
 def _line_of(text: str, key: str, after: str = "") -> int:
-    """1-based line on which a key or table header stands; tomllib keeps no positions."""
+    """Return the 1-based line of a key or table header, or 1. It is searched for, since tomllib keeps no positions."""
     key_pattern = re.compile(rf"""^\s*\[?\s*(?:{after}\.)?["']?{re.escape(key)}["']?\s*[\].=]""")
     table_pattern = re.compile(rf"^\s*\[\s*{re.escape(after)}\b")
     inside = not after

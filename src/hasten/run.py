@@ -1,7 +1,9 @@
-"""Run: one live training. Applies a plan's techniques to what is built, records what happens.
+"""Run: one live training. Applies a plan's techniques to its loaders, models and optimizers, and records its steps.
 
-Whoever drives the training tells the Run: the taps in somebody's script, or the Trainer. A technique that fails
-is skipped and named; the training goes on as if it were not there.
+The driver of the training (the taps in an unmodified script, or the Trainer) calls a method of the Run at each place
+where a technique may act: `loader` once a DataLoader was built, `model` before a first forward, and so on. The Run
+calls the techniques that override that place, in plan order. If a technique raises, its error is recorded in `skipped`
+and the training continues as if that technique were absent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from hasten.techniques.base import Call
 
 @dataclass(slots=True)
 class Guard:
-    """A context that tells of an error that ends it, and lets nobody else hear of it."""
+    """Context manager that passes an exception raised in its block to `tell` and swallows it.
+
+    KeyboardInterrupt, SystemExit and other non-`Exception`s propagate.
+    """
 
     tell: Callable[[Exception], None]
 
@@ -33,11 +38,11 @@ class Guard:
 
 
 class Run:
-    """The techniques of a plan, by the places where they act, and the recorder if somebody listens.
+    """The techniques of a plan, called at the places where they act, and the recorder of the training's steps.
 
     Args:
-        techniques: In plan order.
-        recorder: Where steps are recorded; None when nobody listens, which then costs nothing.
+        techniques: The techniques, in plan order.
+        recorder: Records steps; None to record nothing, at no overhead.
     """
 
     def __init__(self, techniques: list[Technique], recorder: Recorder | None = None) -> None:
@@ -49,34 +54,38 @@ class Run:
         self._rebuilt: set[int] = set()
 
     def acting(self, place: str) -> list[Technique]:
-        """The techniques that act in a place."""
+        """Return the techniques that act at a place, such as "loader" or "forward"."""
         return [technique for technique in self.techniques if overrides(technique, place)]
 
     def skip(self, what: str, error: BaseException) -> None:
-        """Note what could not be done; said once."""
+        """Record what failed, with the first line of its error; the same failure is recorded once."""
         line = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
         if line not in self.skipped:
             self.skipped.append(line)
 
     def failed(self, technique: Technique, error: BaseException) -> None:
-        """A technique could not act in a place."""
+        """Record that a technique raised an error."""
         self.skip(technique.name, error)
 
     def guard(self, what: str | Technique) -> Guard:
-        """Return a context in which what fails is skipped and named: neither a tap nor a technique breaks a script."""
+        """Return a context manager that records an exception in `skipped` and swallows it.
+
+        Taps and techniques run inside it, so that neither can break a script.
+        """
         if isinstance(what, Technique):
             return Guard(functools.partial(self.failed, what))
         return Guard(functools.partial(self.skip, what))
 
     def process(self) -> None:
-        """torch was imported: set global switches."""
+        """Let techniques set their global switches; called once torch has been imported."""
         for technique in self.acting("process"):
             with self.guard(technique):
                 technique.process()
 
     def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that a DataLoader shall be built with."""
+        """Return the arguments to build a DataLoader with, as changed by the techniques."""
         for technique in self.acting("loader_options"):
+            # Each technique gets a copy, so that one that raises halfway leaves no half-made changes.
             changed = dict(options)
             with self.guard(technique):
                 technique.loader_options(changed)
@@ -84,27 +93,27 @@ class Run:
         return options
 
     def loader(self, loader: Any) -> None:
-        """A DataLoader was built."""
+        """Apply the techniques to a DataLoader that was just built."""
         for technique in self.acting("loader"):
             with self.guard(technique):
                 technique.loader(loader)
 
     def fetcher(self, fetcher: Any) -> Any:
-        """The object that shall gather samples."""
+        """Return the object that gathers a batch's samples, as replaced by the techniques."""
         for technique in self.acting("fetcher"):
             with self.guard(technique):
                 fetcher = technique.fetcher(fetcher)
         return fetcher
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
-        """The function that shall give a pass its next batch."""
+        """Return the function that gives a pass its next batch, wrapped by the techniques."""
         for technique in self.acting("batches"):
             with self.guard(technique):
                 fetch = technique.batches(fetch, iterator)
         return fetch
 
     def model(self, module: Any, args: tuple[Any, ...]) -> None:
-        """An outermost module is about to be called for the first time."""
+        """Apply the techniques to an outermost module before its first forward; later calls do nothing."""
         if id(module) in self._rebuilt:
             return
         self._rebuilt.add(id(module))
@@ -113,29 +122,29 @@ class Run:
                 technique.model(module, args)
 
     def forget(self, key: int) -> None:
-        """The module of this id is gone: another may get its id."""
+        """Forget a deleted module by its `id()`, which Python may give to a new module."""
         self._rebuilt.discard(key)
 
     def optimizer(self, optimizer: Any) -> None:
-        """An optimizer was built."""
+        """Apply the techniques to an optimizer that was just built."""
         for technique in self.acting("optimizer"):
             with self.guard(technique):
                 technique.optimizer(optimizer)
 
     def over(self) -> None:
-        """The training is over, and the process goes on."""
+        """Undo the techniques' changes to the process: the training is over, but the process continues."""
         for technique in self.acting("over"):
             technique.over()
 
     def wrapped(self, place: str, call: Call) -> Call:
-        """`forward` or `backward` behind the techniques that wrap it."""
+        """Return the call, `forward` or `backward`, wrapped by the techniques that act on it."""
         for technique in self.acting(place):
             with self.guard(technique):
                 call = getattr(technique, place)(call)
         return call
 
     def installed(self) -> dict[str, str]:
-        """Return what each technique acted on, for the report."""
+        """Return what each technique acted on, with counts ("2 x loader"), for the report."""
         return {
             technique.name: ", ".join(
                 f"{count} x {what}" if count > 1 else what for what, count in technique.acted.items()
@@ -145,7 +154,7 @@ class Run:
         }
 
     def left_alone(self) -> list[str]:
-        """Return what techniques were meant to act on and did not, and why."""
+        """Return one line per object that a technique should have changed but left alone, with the reason."""
         return [
             f"{technique.name} {what}"
             for technique in self.techniques
@@ -154,7 +163,7 @@ class Run:
         ]
 
     def idle(self) -> list[str]:
-        """Techniques that found nothing to act on, each with what it was looking for."""
+        """Return one line per technique that found nothing to act on, naming what it looks for."""
         return [
             f"{technique.name} found no {technique.acts_on.removeprefix('a ').removeprefix('an ')} to act on"
             for technique in self.techniques

@@ -1,4 +1,11 @@
-"""Switchboard: a Run whose techniques are switched on and off while the training runs."""
+"""Switchboard: a Run whose techniques are switched on and off while the training runs.
+
+Every technique is installed at the start, so switching never rebuilds anything that the script holds. Techniques that
+act once on an object (`loader`, `model`, `optimizer`) are called whether on or off and check their own `active`. For
+`forward` and `backward` the script keeps one callable per place, which calls through a `_Chain`; a switch re-links the
+chain. For `fetcher` and `batches` each new pass applies the techniques that are on as it begins; DataLoader workers
+read which ones those are from shared memory.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +24,20 @@ _ALONE = "left alone: "
 
 
 class Switchboard(Run):
-    """Techniques that are installed, all off at first, and switched on and off between two steps.
+    """A Run whose techniques are installed, all off at first, and switched on and off between two steps.
 
-    All of them, on or off, are told what is built (loaders, models, optimizers), so that they can be switched on
-    later. A technique that fails is off for good, and the training goes on as if it were not there.
+    Every technique, on or off, is called for each loader, model and optimizer that is built, so that it can be switched
+    on later. A technique that raises is switched off permanently, and the training continues as if it were absent.
 
     Args:
-        techniques: Objects of their own, none of which has acted yet. There may be several of one name with different
-            settings, of which one is on at a time.
-        recorder: Where steps are recorded; None when nobody listens.
+        techniques: Instances used by no other Run, none of which has acted yet. Several may share a name with different
+            settings; at most one of them is on at a time.
+        recorder: Records steps; None to record nothing.
         fixed: Techniques that are on throughout, as in a Run; they are never switched.
 
     Attributes:
-        on: What is on: name -> setting.
-        broken: What failed, and why: name -> reason.
+        on: Name -> setting of the switchable techniques that are on.
+        broken: Name -> reason of the techniques that failed.
 
     Raises:
         HastenError: One of the techniques can only be set when a process starts.
@@ -41,8 +48,8 @@ class Switchboard(Run):
     ) -> None:
         order, techniques, self._fixed = list(CATALOGUE), list(techniques), list(fixed)
         places = {name: place for place, name in enumerate(order)}
-        whole = [*techniques, *self._fixed]
-        super().__init__(sorted(whole, key=lambda one: places.get(one.name, len(order))), recorder)
+        installed = [*techniques, *self._fixed]
+        super().__init__(sorted(installed, key=lambda each: places.get(each.name, len(order))), recorder)
         for technique in techniques:
             if technique.liveness_of(technique.setting) is Liveness.PROCESS:
                 raise HastenError(
@@ -53,24 +60,25 @@ class Switchboard(Run):
         self.on: dict[str, Setting] = {}
         self.broken: dict[str, str] = {}
         self._chains: list[_Chain] = []
-        # Seen by loaders' workers that outlive a pass too, which else would go by what was on when they were forked.
+        # Which techniques are on, in memory shared with forked DataLoader workers: a persistent worker
+        # (`persistent_workers=True`) would otherwise keep the state of the moment when it was forked.
         self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
         self._settle()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is shared with workers, of which there are none in another process."""
+        """Return the state to pickle: everything but the memory shared with forked workers, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_shared"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Go on in another process."""
+        """Restore the switchboard in another process, such as a spawned worker, with shared memory of its own."""
         vars(self).update(state)
         self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
         self._settle()
 
     def switch(self, wanted: Mapping[str, Setting]) -> None:
-        """From here on just these are on; called between two steps, in the training's thread.
+        """Switch on exactly the wanted techniques and all others off, except the fixed ones.
 
-        What is broken stays off. False is off.
+        Call it between two steps, in the training's thread. A broken technique stays off. The setting False means off.
 
         Raises:
             HastenError: A technique with that setting was not given to the switchboard; nothing is switched.
@@ -86,55 +94,55 @@ class Switchboard(Run):
         self._settle()
 
     def failed(self, technique: Technique, error: BaseException) -> None:
-        """Switch all techniques of this name off for good."""
+        """Record the error and switch all techniques of this name off permanently; a fixed one is only recorded."""
         super().failed(technique, error)
         if technique.name in self.broken or technique in self._fixed:
             return
         self.broken[technique.name] = f"{type(error).__name__}: {error}".splitlines()[0]
-        for one in self.techniques:
-            if one.name == technique.name and one.active:
-                self._turn(one, one.off)
+        for candidate in self.techniques:
+            if candidate.name == technique.name and candidate.active:
+                self._turn(candidate, candidate.off)
         self._settle()
 
     def alone(self, name: str, setting: Setting) -> str:
-        """Why a technique, though on, leaves everything alone; "" where it acts on something, or may yet."""
+        """Return why a technique that is on changes nothing; "" if it acts on something, or still may."""
         acted = self._find(name, setting).acted
-        left = [what.removeprefix(_ALONE) for what in acted if what.startswith(_ALONE)]
-        return left[0] if left and len(left) == len(acted) else ""
+        reasons = [note.removeprefix(_ALONE) for note in acted if note.startswith(_ALONE)]
+        return reasons[0] if reasons and len(reasons) == len(acted) else ""
 
     # -- the places -----------------------------------------------------------------------------------
 
     def process(self) -> None:
-        """Set the global switches of what is on throughout; those of the others are set by `on`."""
+        """Set the global switches of the fixed techniques; the others set theirs in `on`."""
         for technique in self._fixed:
             with self.guard(technique):
                 technique.process()
 
     def acting(self, place: str) -> list[Technique]:
-        """The techniques that act in a place, or may once they are on."""
-        return [one for one in super().acting(place) if one.name not in self.broken]
+        """Return the techniques that act at a place, on or off, without the broken ones."""
+        return [technique for technique in super().acting(place) if technique.name not in self.broken]
 
     def idle(self) -> list[str]:
-        """Techniques that are on throughout and found nothing to act on: of the others nobody expects it."""
+        """Return one line per fixed technique that found nothing to act on; the others are only being tried."""
         names = {technique.name for technique in self._fixed}
         return [line for line in super().idle() if line.partition(" ")[0] in names]
 
     def left_alone(self) -> list[str]:
-        """Return what techniques that are on throughout did not act on, and why."""
+        """Return one line per object that a fixed technique left alone, with the reason."""
         names = {technique.name for technique in self._fixed}
         return [line for line in super().left_alone() if line.partition(" ")[0] in names]
 
     def fetcher(self, fetcher: Any) -> Any:
-        """The object that shall gather the samples of a pass that begins."""
+        """Return the object that gathers a new pass's samples, as replaced by the techniques that are on."""
         return self._through("fetcher", fetcher)
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
-        """The function that shall give a pass that begins its next batch."""
+        """Return the function that gives a new pass its next batch, wrapped by the techniques that are on."""
         call: Callable[[], Any] = self._through("batches", fetch, iterator)
         return call
 
     def wrapped(self, place: str, call: Call) -> Call:
-        """`forward` or `backward` behind those of the techniques that are on at the time."""
+        """Return the call, `forward` or `backward`, wrapped at each invocation by the techniques that are on then."""
         chain = _Chain(place, call)
         self._chains.append(chain)
         self._settle()
@@ -153,15 +161,16 @@ class Switchboard(Run):
         raise HastenError(f"{_line(name, setting)} is not among the techniques that can be switched here")
 
     def _turn(self, technique: Technique, switch: Callable[[], None]) -> None:
-        """Call its `on` or `off`; one that fails is off."""
+        """Call a technique's `on` or `off`; a technique that raises is off for good."""
         try:
             switch()
         except Exception as error:  # a technique never breaks a script
-            technique.active = switch == technique.on  # then what it has begun is undone
+            # If `on` failed halfway, mark it active, so that `failed` calls `off`, which undoes what it began.
+            technique.active = switch == technique.on
             self.failed(technique, error)
 
     def _settle(self) -> None:
-        """Let everything go by what is on now."""
+        """Publish which techniques are on: to workers, to `on`, and to the chains of wrapped calls."""
         for place, technique in enumerate(self.techniques):
             self._shared[place] = technique.active
         active = [technique for technique in self.techniques if technique.active]
@@ -172,11 +181,12 @@ class Switchboard(Run):
                     try:
                         chain.add(technique)
                     except Exception as error:  # a technique never breaks a script
-                        self.failed(technique, error)  # which settles all
+                        self.failed(technique, error)  # which calls `_settle` again, with this technique off
                         return
             chain.lead_through(active)
 
     def _through(self, place: str, call: Any, *args: Any) -> Any:
+        """Wrap a call by the techniques that are on, as shared memory says: this may run in a worker."""
         for number, technique in enumerate(self.techniques):
             if self._shared[number] and overrides(technique, place):
                 with self.guard(technique):
@@ -185,12 +195,13 @@ class Switchboard(Run):
 
 
 class _Chain:
-    """A call that leads through the techniques that are on.
+    """A call wrapped by the techniques that are on, re-linked at every switch.
 
-    Each technique wraps it once, so that what it knows of modules stays when others are switched.
+    Each technique wraps the call once and keeps that wrapper, so that its per-module state survives when other
+    techniques are switched.
 
     Attributes:
-        head: What is called now.
+        head: The outermost wrapper that is on, or the plain call.
     """
 
     def __init__(self, place: str, call: Call) -> None:
@@ -199,14 +210,14 @@ class _Chain:
         self._links: dict[int, _Link] = {}
 
     def add(self, technique: Technique) -> None:
-        """Have a technique wrap the call, if it has not yet."""
+        """Let a technique wrap the call, unless it has done so already."""
         if id(technique) not in self._links:
             link = _Link(self._plain)
             link.wrapped = getattr(technique, self.place)(link)
             self._links[id(technique)] = link
 
     def lead_through(self, active: Iterable[Technique]) -> None:
-        """Lead through these, the first innermost."""
+        """Link the wrappers of these techniques, the first innermost."""
         call = self._plain
         for technique in active:
             if link := self._links.get(id(technique)):
@@ -215,7 +226,7 @@ class _Chain:
 
 
 class _Link:
-    """A call wrapped by one technique; the call behind it changes as others are switched."""
+    """The call that one technique wrapped: forwards to the next inner wrapper, which changes as others are switched."""
 
     __slots__ = ("inner", "wrapped")
 
@@ -227,7 +238,7 @@ class _Link:
 
 
 def _same(one: Setting, other: Setting) -> bool:
-    return type(one) is type(other) and one == other  # True is not 1
+    return type(one) is type(other) and one == other  # the settings True and 1 differ
 
 
 def _line(name: str, setting: Setting) -> str:

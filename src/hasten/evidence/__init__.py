@@ -1,4 +1,4 @@
-"""Evidence that one run leaves behind: plain data, readable without torch."""
+"""The evidence of one run: plain data, readable without torch."""
 
 from hasten.evidence.finding import Finding, HowKnown, Severity, severity_of, split_place
 from hasten.evidence.loaders import Consumed, LoaderBench, LoaderFacts, Probe, Rate

@@ -1,7 +1,7 @@
-"""CPU time and memory that the control groups of this process allow, of cgroup v1 and v2. Without torch.
+"""Read the CPU and memory limits of this process's control groups, in cgroup v1 and v2. No torch.
 
-A container, a SLURM job and a systemd scope are control groups, and these may lie inside each other: the least limit
-of all of them counts. A machine without any limit, and one that is not Linux, answer None.
+A container, a SLURM job and a systemd scope are control groups, and they may be nested: the lowest of all limits
+counts. The functions return None on a machine without limits and on systems other than Linux.
 """
 
 from __future__ import annotations
@@ -11,14 +11,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_NONE = 1 << 60  # bytes: where nothing is set, v1 writes a number near 2**63
+_NONE = 1 << 60  # bytes: larger limits mean none; v1 writes a number near 2**63 if no limit is set
 _SELF = Path("/proc/self")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how mountinfo writes a blank: \040
 
 
 @dataclass(frozen=True)
 class _Names:
-    """Files of one version: memory limits, and what is used; in memory.stat: pages of files, and what else can go."""
+    """Names in one cgroup version.
+
+    Attributes:
+        limits: Files with memory limits.
+        used: File with the memory in use.
+        inactive, active, mapped: Fields of memory.stat with the page cache: its two lists, and its mapped files.
+        slab: Field of memory.stat with reclaimable kernel memory; "": none.
+    """
 
     limits: tuple[str, ...]
     used: str
@@ -28,7 +35,7 @@ class _Names:
     slab: str = ""
 
 
-# memory.high ends nothing, but above it the kernel makes all processes of the group wait.
+# memory.high kills no process, but above it the kernel slows down all processes of the group.
 _V2 = _Names(
     ("memory.max", "memory.high"), "memory.current", "inactive_file", "active_file", "file_mapped", "slab_reclaimable"
 )
@@ -38,19 +45,19 @@ _V1 = _Names(
 
 
 def cpu_quota(process: Path = _SELF) -> float | None:
-    """Return the CPUs' worth of time that this process may use, 1.5 of `docker run --cpus=1.5`; None without a limit.
+    """Return how many CPUs' worth of time this process may use (1.5 under `docker run --cpus=1.5`); None: no limit.
 
     Args:
-        process: Its folder in /proc.
+        process: The process's folder in /proc.
     """
     return min((quota for quota, _ in _quotas(process)), default=None)
 
 
 def cpu_used(process: Path = _SELF) -> float | None:
-    """Return the CPU seconds that all processes of the group with the least quota have used; None without a limit.
+    """Return the CPU seconds used by all processes of the group with the lowest quota; None without a limit.
 
     Args:
-        process: Its folder in /proc.
+        process: The process's folder in /proc.
     """
     limited = min(_quotas(process), default=None)
     if limited is None:
@@ -58,85 +65,92 @@ def cpu_used(process: Path = _SELF) -> float | None:
     stat = _table(limited[1] / "cpu.stat")
     if "usage_usec" in stat:
         return stat["usage_usec"] / 1e6
-    # v1 counts in a controller of its own, which mostly lies in the same folder.
+    # v1 counts CPU time in another controller, `cpuacct`, which is mostly mounted together with `cpu`.
     used = (_number(folder / "cpuacct.usage") for folder in (limited[1], *_folders("cpuacct", process)))
     return next((nanoseconds / 1e9 for nanoseconds in used if nanoseconds is not None), None)
 
 
 def memory_limit(process: Path = _SELF) -> int | None:
-    """Return the bytes of memory that this process and the others of its groups may use; None without a limit."""
+    """Return the bytes of memory that this process's groups may use; None without a limit."""
     return min((limit for limit, _, _ in _limited(process)), default=None)
 
 
 def memory_left(process: Path = _SELF) -> int | None:
-    """Return the bytes of memory that are left to this process's groups; None without a limit.
+    """Return the bytes of memory that this process's groups may still use; None without a limit.
 
-    Pages of files that were read and can be dropped count as left; /dev/shm counts as used. So do mapped files: the
-    libraries that run are read again at once.
+    Page cache that can be dropped counts as free; /dev/shm counts as used. So do mapped files: running libraries would
+    be read again immediately.
     """
     left = []
     for limit, folder, names in _limited(process):
         used = _number(folder / names.used)
         stat = _table(folder / "memory.stat")
-        # A data set that is read each epoch comes to lie in the active list, which the kernel takes back as well.
-        read = stat.get(names.inactive, 0) + max(0, stat.get(names.active, 0) - stat.get(names.mapped, 0))
-        left.append(limit if used is None else max(0, limit - max(0, used - read - stat.get(names.slab, 0))))
+        # The active list counts too: a dataset that is read in each epoch is moved there, and can be dropped as well.
+        cache = stat.get(names.inactive, 0) + max(0, stat.get(names.active, 0) - stat.get(names.mapped, 0))
+        left.append(limit if used is None else max(0, limit - max(0, used - cache - stat.get(names.slab, 0))))
     return min(left, default=None)
 
 
 def _quotas(process: Path) -> list[tuple[float, Path]]:
-    """CPUs that each group around this process may use, and its folder; those without a limit left out."""
+    """Return the CPU quota and the folder of each of this process's groups that has a quota."""
     quotas = []
     for folder in _folders("cpu", process):
         both = _words(folder / "cpu.max") or [
             *_words(folder / "cpu.cfs_quota_us"),
             *_words(folder / "cpu.cfs_period_us"),
         ]
-        if len(both) == 2 and both[0].isdecimal() and both[1].isdecimal() and int(both[1]):  # else "max", or -1
+        # Without a limit the quota is "max" in v2 and -1 in v1, neither of which is decimal.
+        if len(both) == 2 and both[0].isdecimal() and both[1].isdecimal() and int(both[1]):
             quotas.append((int(both[0]) / int(both[1]), folder))
     return quotas
 
 
 def _limited(process: Path) -> list[tuple[int, Path, _Names]]:
-    """The groups with a memory limit."""
-    found = []
+    """Return the limit, folder and file names of each of this process's groups that has a memory limit."""
+    limited = []
     for folder in _folders("memory", process):
-        names = _V1 if os.path.isfile(folder / _V1.used) else _V2  # noqa: PTH113 - False where it may not be asked
-        # v1 says the least of the groups around it also to a container that does not see those.
-        around = _table(folder / "memory.stat").get("hierarchical_memory_limit")
-        known = (*(_number(folder / name) for name in names.limits), around)
+        names = _V1 if os.path.isfile(folder / _V1.used) else _V2  # noqa: PTH113 - returns False without permission
+        # v1 gives here the lowest limit of all enclosing groups, even in a container that cannot see those.
+        enclosing = _table(folder / "memory.stat").get("hierarchical_memory_limit")
+        known = (*(_number(folder / name) for name in names.limits), enclosing)
         limits = [limit for limit in known if limit is not None]
         if limits and min(limits) < _NONE:
-            found.append((min(limits), folder, names))
-    return found
+            limited.append((min(limits), folder, names))
+    return limited
 
 
 def _folders(controller: str, process: Path) -> tuple[Path, ...]:
-    """Folders of this process's group of a controller, and of those around it as far as they can be seen."""
-    paths: dict[str, str] = {}  # v1's by controller, v2's as ""
+    """Return the folders of a controller's group for this process, and of its enclosing groups that are visible."""
+    paths: dict[str, str] = {}  # controller -> path of the group in v1; "" -> path of the group in v2
     for line in _read(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in _read(process / "mountinfo").splitlines():
         # 35 31 0:32 /docker/1f2e /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
         mount, _, kind = line.partition(" - ")
         root, place = (_OCTAL.sub(lambda code: chr(int(code[1], 8)), part) for part in mount.split()[3:5])
         if kind.startswith("cgroup ") and controller in kind.split()[-1].split(",") and controller in paths:
-            found += _upwards(Path(place), root, paths[controller])
+            folders += _upwards(Path(place), root, paths[controller])
         elif kind.startswith("cgroup2 ") and "" in paths:
-            found += _upwards(Path(place), root, paths[""])
-    return tuple(dict.fromkeys(found))
+            folders += _upwards(Path(place), root, paths[""])
+    return tuple(dict.fromkeys(folders))
 
 
 def _upwards(place: Path, root: str, path: str) -> list[Path]:
-    """The group `path` where its hierarchy's part `root` is mounted, and the groups around it, innermost first."""
-    own = place
+    """Return the folder of the group `path`, and those of its enclosing groups, innermost first.
+
+    Args:
+        place: Where a part of the hierarchy is mounted.
+        root: Which part: the group at the mount's root.
+        path: The process's group.
+    """
+    group = place
     if Path(path).is_relative_to(root) and ".." not in Path(path).parts:
-        own = place / Path(path).relative_to(root)
-    if not os.path.isdir(own):  # noqa: PTH112 - False where it may not be asked
-        own = place  # a container that sees its own group as the root, and the host's name for it
-    return [own, *(folder for folder in own.parents if folder.is_relative_to(place))]
+        group = place / Path(path).relative_to(root)
+    if not os.path.isdir(group):  # noqa: PTH112 - returns False without permission
+        group = place  # a container whose mount shows its own group as the root, while `path` is the host's name of it
+    return [group, *(folder for folder in group.parents if folder.is_relative_to(place))]
 
 
 def _number(file: Path) -> int | None:
@@ -145,7 +159,7 @@ def _number(file: Path) -> int | None:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read a file whose lines hold a name and a number."""
     lines = (line.split() for line in _read(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
 
@@ -155,8 +169,8 @@ def _words(file: Path) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """A file's text; "" where there is none, or it may not be read: then nothing is known of a limit."""
+    """Return a file's text; "" if it is missing or not readable, which then counts as no limit."""
     try:
-        return file.read_text("utf-8", "surrogateescape")  # a mount may have a name that is no UTF-8
+        return file.read_text("utf-8", "surrogateescape")  # mount names may not be UTF-8
     except OSError:
         return ""

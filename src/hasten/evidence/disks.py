@@ -1,4 +1,4 @@
-"""The file system and disk that a folder lies on (Linux)."""
+"""Find out which file system and which kind of disk a folder is on (Linux)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 _NETWORK = (
     "nfs", "cifs", "smb", "fuse", "9p", "afs", "ceph", "lustre", "glusterfs", "beegfs", "gpfs", "s3", "virtiofs",
 )  # fmt: skip
-_LOCAL = ("fuseblk", "fusectl")  # a local NTFS or exFAT disk, which a program of its own reads
+_LOCAL = ("fuseblk", "fusectl")  # not network file systems: a local NTFS or exFAT disk, and FUSE's control files
 
 
 def is_network(kind: str) -> bool:
-    """Whether a file system of this name ("nfs4", "fuse.sshfs") lies behind a network."""
+    """Return whether a file system type ("nfs4", "fuse.sshfs") is a network file system."""
     return kind.startswith(_NETWORK) and not kind.startswith(_LOCAL)
 
 
 def filesystem(folder: Path) -> tuple[str, bool | None]:
-    """Return the type of a folder's file system, and whether its disk spins; ("", None) where that is not known."""
+    """Return the type of a folder's file system and whether its disk spins; "" and None if unknown."""
     import psutil
 
     try:
@@ -25,15 +25,15 @@ def filesystem(folder: Path) -> tuple[str, bool | None]:
         around = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     except (OSError, psutil.Error):
         return "", None
-    # Of several at one place the last lies on top.
+    # Of several file systems mounted at the same place the last one is visible.
     kind = max(reversed(around), key=lambda mount: len(mount.mountpoint)).fstype if around else ""
     return kind, _spins(f"{os.major(device)}:{os.minor(device)}")
 
 
 def _spins(number: str) -> bool | None:
-    """Whether a block device ("8:1") is a spinning disk; a partition is asked by its disk."""
+    """Return whether a block device ("8:1") is a spinning disk; None if unknown."""
     device = Path("/sys/dev/block") / number
-    for place in (device / "queue", device.resolve().parent / "queue"):
+    for place in (device / "queue", device.resolve().parent / "queue"):  # a partition has no queue, but its disk has
         try:
             return (place / "rotational").read_text().strip() == "1"
         except OSError:

@@ -1,4 +1,4 @@
-"""Facts about structure, read off the objects that a script builds."""
+"""Read facts from the loaders, models and optimizers that a script builds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """`file:line` of the script that is calling, past torch, other libraries and hasten.
+    """Return the `file:line` of the script's innermost frame, skipping torch, other libraries and hasten.
+
+    If all frames are libraries', return the outermost one.
 
     Args:
-        frame: Where to begin; default: at the function that asks.
+        frame: The frame to start at; default: this function's caller.
     """
     frame = frame or sys._getframe(1)
     fallback = ""
@@ -39,12 +41,12 @@ def caller(frame: FrameType | None = None) -> str:
 
 
 def loader_facts(loader: Any, options: dict[str, Any], where: str) -> LoaderFacts:
-    """Return what a DataLoader was built with; `options` are its arguments by name."""
+    """Return the facts of a DataLoader; `options` are the arguments it was built with, by name."""
     import torch.multiprocessing
     from torch.utils.data import IterableDataset, default_collate
 
     context = options.get("multiprocessing_context")
-    handed = getattr(loader, "_hasten_workers", None)  # workers that a technique gave it: see hasten.data.worker_pass
+    handed = getattr(loader, "_hasten_workers", None)  # workers given by a technique: see hasten.data.worker_pass
     method = context if isinstance(context, str) else getattr(context, "_name", None)
     return LoaderFacts(
         dataset=type(options["dataset"]).__name__,
@@ -70,7 +72,7 @@ def _default_start_method() -> str:
 
 
 def length_of(sized: Any) -> int | None:
-    """`len`, or None where there is none."""
+    """Return `len(sized)`, or None if it has no length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError, AttributeError):
@@ -78,30 +80,31 @@ def length_of(sized: Any) -> int | None:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Bytes of the tensors of a batch, and of its arrays."""
+    """Return the bytes of a batch's tensors and arrays."""
     import torch
 
     return sum(part.nbytes for part in parts(batch)[0] if isinstance(part, torch.Tensor))
 
 
 def _shape(argument: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor; nested ones, and what only looks like one, have none."""
+    """Return a tensor's shape; None for nested tensors and for objects that are no tensors."""
     try:
         return tuple(int(size) for size in argument.shape)
-    except Exception:  # whatever a class of the script's own does when it is asked
+    except Exception:  # a class of the script may raise anything from its `shape`
         return None
 
 
 class ModelWatch:
-    """Counts what an outermost module is used for.
+    """Counts how an outermost module is used, and reads its facts.
 
     Args:
-        module: The module; held only if `keep`, since a script may make many and let go of them.
-        args: Of its first call.
-        keep: Hold it until the facts are asked for, as a trial does, which is short.
+        module: The module. Only a weak reference is held unless `keep`: a script may make and drop many modules.
+        args: The arguments of its first call.
+        keep: Whether to hold a strong reference, so that its facts can be read at the end; used in trials, which are
+            short.
 
     Attributes:
-        module: Gives the module, None when it is gone.
+        module: Returns the module; None once it was deleted.
     """
 
     def __init__(self, module: Any, args: tuple[Any, ...], keep: bool) -> None:
@@ -110,10 +113,10 @@ class ModelWatch:
         self.backward_through_eval = False
         self.autocast = ""
         self.input_shapes = tuple(shape for arg in args if (shape := _shape(arg)) is not None)
-        self._last: ModelFacts | None = None  # what was found when somebody asked before
+        self._last: ModelFacts | None = None  # result of the last call of `facts` while the module existed
 
     def called(self, training: bool, output: Any) -> None:
-        """One forward is over. In eval mode with a graph: listen whether a backward goes through it."""
+        """Count a finished forward. If it was in eval mode and has a graph, hook its output to notice a backward."""
         if training:
             self.train_calls += 1
             return
@@ -131,7 +134,7 @@ class ModelWatch:
         self.backward_through_eval = True
 
     def facts(self) -> ModelFacts | None:
-        """The facts so far; of a module that is gone as it was when somebody asked last, None if nobody did."""
+        """Return the facts so far; for a deleted module those of the last call, or None if there was none."""
         from torch.nn.parameter import is_lazy
 
         module = self.module()
@@ -143,8 +146,9 @@ class ModelWatch:
                 eval_calls_with_graph=self.eval_calls_with_graph,
                 backward_through_eval=self.backward_through_eval,
             )
-        parameters = [p for p in module.parameters() if not is_lazy(p)]  # a lazy one has no size yet
-        devices = [p.device.type for p in parameters]  # the first may be a table's that `host_embeddings` keeps
+        parameters = [p for p in module.parameters() if not is_lazy(p)]  # lazy parameters have no size yet
+        # All devices, since the first parameter may be an embedding that `host_embeddings` keeps on the CPU.
+        devices = [p.device.type for p in parameters]
         layers = Counter(type(layer).__name__ for layer in module.modules() if not any(True for _ in layer.children()))
         compiled = type(module).__name__ == "OptimizedModule" or any(
             _is_compiled(layer) or type(layer).__name__ == "OptimizedModule" for layer in module.modules()
@@ -169,13 +173,13 @@ class ModelWatch:
 
 @dataclass
 class LearningRates:
-    """The rates that one optimizer's steps were made with.
+    """The learning rates that one optimizer's steps were made with.
 
     Attributes:
-        held: What the session holds the optimizer by: another optimizer may get the id of one that is gone.
-        schedule: Class of the scheduler that was built last for it.
-        rates: Distinct ones, in order.
-        steps: It had made when its rate was read last; a rate that is set after the last step is none of its.
+        held: The session's reference to the optimizer. It tells this optimizer from a later one with the same id.
+        schedule: Class of the latest scheduler that was built for it.
+        rates: The distinct learning rates, in order.
+        steps: Steps that it had made when its rate was read last. A rate that is set after the last step is not used.
     """
 
     held: Any
@@ -187,19 +191,19 @@ class LearningRates:
 def optimizer_facts(
     optimizer: Any, where: str, steps: int, why_not: str, seen: LearningRates | None = None
 ) -> OptimizerFacts:
-    """Return what an optimizer was built with, and the schedule and rates that were `seen`."""
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    """Return the facts of an optimizer: its options, and the schedule and learning rates that were `seen`."""
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return OptimizerFacts(
         name=type(optimizer).__name__,
         where=where,
         parameters=len(parameters),
-        fused=bool(group.get("fused")) or hasattr(vars(optimizer).get("_init_group"), "fuses"),  # by our technique
-        foreach=group.get("foreach"),
+        fused=bool(first.get("fused")) or hasattr(vars(optimizer).get("_init_group"), "fuses"),  # by our technique
+        foreach=first.get("foreach"),
         fusable=not why_not,
         why_not_fusable=why_not,
         steps=steps,
-        options={name: option for name, value in group.items() if (option := _option(value)) is not None},
+        options={name: option for name, value in first.items() if (option := _option(value)) is not None},
         schedule=seen.schedule if seen else "",
         rates=tuple(seen.rates) if seen else (),
         shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),
@@ -207,16 +211,17 @@ def optimizer_facts(
 
 
 def _option(value: Any) -> float | bool | str | None:
-    """An optimizer's option as plain data; None for what is none ("params") or not set."""
+    """Return an optimizer's option as plain data; None if it is not set or no option ("params")."""
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple) and all(isinstance(part, int | float) for part in value):
         return ", ".join(map(str, value))
+    # A learning rate may be a tensor (`capturable`); one on a GPU is not read, which would wait for the device.
     return float(value) if getattr(value, "is_cpu", False) and value.numel() == 1 else None
 
 
 def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
-    """The global switches, and what was seen in use (`seen` overrides what can be read now)."""
+    """Return torch's global switches as they are now, overridden by the values `seen` in use during the run."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -240,6 +245,9 @@ def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
 
 
 def _is_compiled(layer: Any) -> bool:
-    """Whether `layer.compile()` was called; `hasten.setup` puts an object of its own there, which knows."""
-    standing = getattr(layer, "_compiled_call_impl", None)
-    return getattr(standing, "compiled", standing) is not None
+    """Return whether `layer.compile()` was called.
+
+    `hasten.setup` stores its own object in the same attribute; that object's `compiled` tells.
+    """
+    implementation = getattr(layer, "_compiled_call_impl", None)
+    return getattr(implementation, "compiled", implementation) is not None

@@ -1,4 +1,4 @@
-"""Figures in words, the same wherever hasten says them."""
+"""Format numbers for people, the same way in all of hasten's output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def percent(share: float | None) -> str:
-    """A share, 1 being all of it: two digits below 10 %, whole percent from there; a dash where it is not known.
+    """Format a share (1 is 100 %): two digits below 10 %, else whole percent; a dash if it is unknown.
 
     >>> percent(0.466), percent(0.0257), percent(0.0), percent(None)
     ('47 %', '2.6 %', '0 %', '–')

@@ -1,4 +1,4 @@
-"""The mean of a few values that do not depend on each other, and its interval."""
+"""Estimate the mean or the middle of a few independent values, with a 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Two-sided 95 % points of Student's t for 1 to 12 degrees of freedom; for more the last one, which is too wide.
+# Two-sided 95 % points of Student's t for 1 to 12 degrees of freedom. The last one is used for more as well, where it
+# makes the interval slightly too wide.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
-_LEAST_RANKS = 6  # values, below which signed ranks give no interval of 95 %
+_LEAST_RANKS = 6  # fewest values for which signed ranks give a 95 % interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and half of the width of its 95 % interval."""
+    """A mean and half the width of its 95 % interval."""
 
     mean: float
     half: float
@@ -38,17 +39,18 @@ def mean_of(values: Sequence[float]) -> Estimate | None:
 
 
 def middle_of(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Return the middle of independent values with its 95 % interval; None for fewer than two.
+    """Return the middle of independent values and the ends of its 95 % interval; None for fewer than two.
 
-    From six values on by Hodges and Lehmann: the median of the means of all pairs, with the interval that Wilcoxon's
-    signed ranks give, so that one value far off (a step in which something was compiled) moves neither. Of fewer, the
-    mean with Student's t.
+    For six values or more this is the Hodges-Lehmann estimator: the median of the means of all pairs, with the interval
+    of Wilcoxon's signed-rank test. So a single outlier (a step in which something was compiled) moves neither. For
+    fewer values it is the mean, with Student's t interval.
     """
     if len(values) < _LEAST_RANKS:
-        found = mean_of(values)
-        return None if found is None else (found.mean, found.low, found.high)
+        estimate = mean_of(values)
+        return None if estimate is None else (estimate.mean, estimate.low, estimate.high)
     n = len(values)
-    means = sorted((one + other) / 2 for i, one in enumerate(values) for other in values[i:])
+    means = sorted((value + other) / 2 for i, value in enumerate(values) for other in values[i:])
+    # Normal approximation of the signed-rank statistic: how many means lie below the interval.
     below = int(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24))
     return statistics.median(means), means[below], means[-1 - below]
 

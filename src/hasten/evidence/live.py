@@ -1,9 +1,9 @@
-"""A run that is going on, in a small file that is rewritten about once a second. No torch.
+"""The live file of a run in progress: a small JSON snapshot that is rewritten about once a second. No torch.
 
-`hasten watch` reads it, and `doctor` falls back on it where a run was killed before it could leave its evidence. The
-file lies beside the evidence that is to come: `evidence.live.json` beside `evidence.json` (`live_path`). It is
-replaced whole, so a reader never sees half of one, and it is removed once the evidence itself is written. One that
-stays behind is that of a run that was killed: its `pid` is gone, or `updated` is long past.
+`hasten watch` reads it, and `doctor` falls back on it if a run was killed before it could write its evidence. The
+file is `evidence.live.json` beside the future `evidence.json` (`live_path`). It is replaced atomically, so a reader
+never sees a partial file, and it is removed once the evidence is written. A live file that remains belongs to a run
+that was killed: no process has its `pid`, or `updated` is long past.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from hasten.evidence.schema import Evidence, Flags, misfit
 from hasten.files import json_of, refuse_others, write_whole
 
 SCHEMA = "hasten-live/2"
-_STEPS = 600  # of the last steps kept; the file stays below 100 kB
-_PASSES = 50
-_LOOKS = 5  # snapshots between two looks at what has been built, which is dearer than the steps
+_STEPS = 600  # most steps in the file, the last ones, which keeps it below 100 kB
+_PASSES = 50  # most passes in the file
+_LOOKS = 5  # facts of loaders, models and optimizers are read for every fifth snapshot: they cost more than the steps
 _PATIENCE = 5.0  # seconds to wait for the thread's last write
-_SHARE = 0.001  # of a core that the writer may take at the most: where a snapshot is dear, it comes more rarely
+_SHARE = 0.001  # share of a core that the writer may use; if a snapshot takes long, the next one comes later
 
 
 @dataclass(frozen=True)
 class Live:
-    """A run that is going on.
+    """A snapshot of a run in progress.
 
     Attributes:
-        so_far: The run until now as evidence, without losses: the last 600 of its steps and 50 of its passes at the
-            most; `ended_at` is its own clock at this snapshot.
-        started, updated: Seconds since 1970, by the wall clock: the run's clock at 0, and this snapshot.
-        step: Number of the step that goes on, -1 between steps.
-        evidence: Where the evidence will be when the run is over, "" if nowhere.
+        so_far: The run until now as evidence, without losses, with at most its last 600 steps and 50 passes; its
+            `ended_at` is the time of this snapshot on the run's clock.
+        started: When the run's clock was 0, in seconds since 1970.
+        updated: When this snapshot was taken, in seconds since 1970.
+        step: Number of the current step; -1 between steps.
+        evidence: Where the evidence will be written when the run is over; "" if nowhere.
     """
 
     so_far: Evidence
@@ -52,7 +53,7 @@ class Live:
     schema: str = SCHEMA
 
     def as_evidence(self, error: str) -> Evidence:
-        """Return what it tells, for a run that left nothing else.
+        """Return the snapshot as the evidence of a run that ended without writing its own.
 
         Args:
             error: What ended the run: "killed by SIGKILL".
@@ -64,7 +65,7 @@ class Live:
 
 
 def live_path(evidence: Path) -> Path:
-    """Return where the live file of a run lies that will leave this evidence.
+    """Return the path of the live file that belongs to an evidence file.
 
     >>> live_path(Path("runs/today/evidence.json")).as_posix()
     'runs/today/evidence.live.json'
@@ -76,10 +77,11 @@ is_live = json_of(SCHEMA)
 
 
 def read_live(path: Path) -> Live:
-    """Read the snapshot of a run.
+    """Read a live file.
 
     Raises:
-        HastenError: No such file (the run is over, or has not begun to train), or not a live file of this schema.
+        HastenError: There is no such file (the run is over, or has not begun to train), or it is no live file of this
+            schema.
     """
     live = read_plain(
         Live, path, SCHEMA, "a live file", "start the run with this hasten", missing="no run is going on at"
@@ -90,17 +92,17 @@ def read_live(path: Path) -> Live:
 
 
 def plain(facts: Any) -> Any:
-    """Facts, or a tuple of them, as JSON has them."""
-    return finite([dataclasses.asdict(one) for one in facts] if isinstance(facts, tuple) else dataclasses.asdict(facts))
+    """Convert facts, or a tuple of facts, to data that JSON can hold."""
+    return finite([dataclasses.asdict(row) for row in facts] if isinstance(facts, tuple) else dataclasses.asdict(facts))
 
 
 class LiveFile:
-    """Rewrites a run's live file from a thread of its own, about once a second and for at most 0.1 % of a core.
+    """Rewrites a run's live file in a background thread, about once a second, using at most 0.1 % of a core.
 
     Args:
-        path: The file.
+        path: The live file.
         command: The script and its arguments.
-        evidence: Where the evidence will be.
+        evidence: Where the evidence will be written.
         interval: Seconds between two snapshots.
     """
 
@@ -112,7 +114,7 @@ class LiveFile:
         self.forked()
 
     def forked(self) -> None:
-        """In a forked child the thread is gone, and the file is its parent's."""
+        """Reset the writer in a forked child, which has no copy of the thread, and whose parent owns the file."""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -125,13 +127,14 @@ class LiveFile:
         trains: Callable[[], bool] = lambda: True,
         built: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """Begin to write.
+        """Start writing.
 
         Args:
-            recorder: The run's phase clock.
-            skipped: Where it is noted what could not be done: here, if the file cannot be written.
-            trains: Whether this process has anything to do with training; nothing is written before it does.
-            built: Gives `flags`, `loaders`, `models` and `optimizers` as far as they are there; must read no device.
+            recorder: The run's recorder.
+            skipped: The run's list of failures; an entry is added if the file cannot be written.
+            trains: Returns whether this process trains; nothing is written before it does.
+            built: Returns the evidence's fields `flags`, `loaders`, `models` and `optimizers` as far as they exist; it
+                must not read from a device.
         """
         self._thread = threading.Thread(
             target=self._go_on, args=(recorder, skipped, trains, built), name="hasten-live", daemon=True
@@ -139,11 +142,11 @@ class LiveFile:
         self._thread.start()
 
     def remove(self) -> None:
-        """The evidence is written, or will never be: end the thread and remove the file."""
+        """End the thread and remove the file: the evidence is written, or will never be."""
         self._over.set()
         if self._thread is not None:
-            # A daemon thread that Python's end meets in the middle of its work is unwound by force; behind torch's C++
-            # frames that is std::terminate, and the script's exit code is lost.
+            # When Python exits, it unwinds the stack of a daemon thread that is at work. If that passes C++ frames of
+            # torch, it calls std::terminate, and the script's exit code is lost.
             self._thread.join(_PATIENCE)
         with self._lock:
             if self._written:
@@ -162,7 +165,8 @@ class LiveFile:
                     if not structure:
                         structure = {"flags": plain(Flags()), "loaders": [], "models": [], "optimizers": []}
                         structure["machine"] = plain(this_machine())
-                        began = time.thread_time()  # once: what it takes does not put off the next snapshot
+                        # Describing the machine happens once: its time must not delay the next snapshot.
+                        began = time.thread_time()
                     if looks % _LOOKS == 0:
                         structure |= {name: plain(facts) for name, facts in built().items()}
                     looks += 1
@@ -170,7 +174,7 @@ class LiveFile:
                     with lock:
                         if not over.is_set():
                             self._write(text)
-            except Exception as error:  # a convenience: the run goes on without it
+            except Exception as error:  # the run continues without a live file
                 skipped.append(f"the live file: {type(error).__name__}: {error}".splitlines()[0])
                 return
             pause = max(self._interval, (time.thread_time() - began) / _SHARE)
@@ -182,9 +186,10 @@ class LiveFile:
         self._written = True
 
     def _snapshot(self, recorder: Any, skipped: list[str], structure: dict[str, Any]) -> dict[str, Any]:
-        while True:  # the training goes on meanwhile, and may thin out what it keeps
+        # The training's thread may add steps, or thin out the kept steps, while this thread reads them: read again.
+        while True:
             kept = recorder.kept
-            every, last = kept.every, len(kept.losses)  # what is appended to last
+            every, last = kept.every, len(kept.losses)  # `losses` is appended to last, so the others are as long
             first = max(0, last - _STEPS)
             numbers, start, phases = kept.numbers[first:last], kept.start[first:last], kept.phases[first:last]
             if kept.every == every and len(numbers) == len(start) == len(phases) == last - first:

@@ -1,4 +1,4 @@
-"""A DataLoader of the script: what it was built with, and how fast it goes alone."""
+"""Facts of a script's DataLoaders: their options, a probe of their dataset, and their speed without training."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hasten.evidence.observed import Stages
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts about a map-style dataset, from asking it for a few samples.
+    """Facts about a map-style dataset, found by making a few of its samples.
 
     Attributes:
-        repeatable: The same index gave the same sample under other random states; None: could not be asked.
-        sample_seconds: Time of one `dataset[i]`.
-        sample_bytes: Size of one sample when kept.
-        loader_function: Where the dataset keeps a function that reads one sample, as ImageFolder's `loader`.
-        loader_repeatable: That function gave the same for the same argument.
-        loader_seconds: Its time per sample.
-        loader_bytes: Size of what it returns, when kept.
-        in_memory: The dataset is a TensorDataset (or Subset of one), collated by default.
+        repeatable: Whether the same index gave the same sample under another RNG state; None if unknown.
+        sample_seconds: Seconds of one `dataset[i]`.
+        sample_bytes: Bytes of one sample in a cache.
+        loader_function: Where the dataset keeps its function that reads one sample, like ImageFolder's `loader`.
+        loader_repeatable: Whether that function returned the same for the same argument.
+        loader_seconds: Seconds of that function per sample.
+        loader_bytes: Bytes of that function's result in a cache.
+        in_memory: Whether the dataset is a TensorDataset (or a Subset of one) with the default collate function.
         fork_unsafe: Why worker processes would be unsafe ("holds an open sqlite3.Connection"), or "".
-        failed: Why it could not be asked, or "".
-        one_thread: How many times as long `dataset[i]` takes where torch has one thread only, as in a worker; 0: not
+        failed: Why the dataset could not be probed, or "".
+        one_thread: How many times as long `dataset[i]` takes if torch has a single thread, as in a worker; 0: not
             measured.
     """
 
@@ -41,7 +41,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """One DataLoader that the script built. `role`: train, validation (iterated without backward) or unused."""
+    """One DataLoader that the script built. `role`: "train", "validation" (iterated without backward) or "unused"."""
 
     dataset: str
     where: str
@@ -63,17 +63,20 @@ class LoaderFacts:
 
 @dataclass(frozen=True)
 class Rate:
-    """The loader's speed with one number of workers.
+    """The loader's speed with a certain number of workers.
 
     Attributes:
-        workers: How many.
-        samples_per_s, batches_per_s: Median over windows of steady drawing; 0 where it failed.
-        low, high: The slowest and the fastest window, in samples per second.
-        windows, batches: How many were measured.
-        first_batch: Seconds from the begin of the first pass to its first batch, workers' start included.
-        epoch_start: The same for later passes, with workers that stayed; None if there was no later pass.
+        workers: Number of workers.
+        samples_per_s: Samples per second, median over windows of steady iteration; 0 if it failed.
+        batches_per_s: The same in batches per second.
+        low: Samples per second of the slowest window.
+        high: Samples per second of the fastest window.
+        windows: Number of windows measured.
+        batches: Number of batches measured.
+        first_batch: Seconds from the start of the first pass to its first batch, including the start of workers.
+        epoch_start: The same for later passes, with persistent workers; None if there was no later pass.
         error: Why it could not be measured, or "".
-        where: `file:line` of that.
+        where: `file:line` of that error.
     """
 
     workers: int
@@ -91,7 +94,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Consumed:
-    """A training's use of its loader, by its evidence. `waited`: share of its steady steps, 0 to 1."""
+    """A training's use of its loader, from its evidence. `waited`: share of its steady steps, 0 to 1."""
 
     samples_per_s: float
     batches_per_s: float
@@ -101,18 +104,18 @@ class Consumed:
 
 @dataclass(frozen=True)
 class LoaderBench:
-    """How fast the training loader goes with no training behind it (`hasten doctor --loader`).
+    """The speed of the training loader without training (`hasten doctor --loader`).
 
     Attributes:
         loader: The training loader as the script built it.
-        rates: By number of workers, as far as the bench came.
+        rates: The speed by number of workers, as far as the bench got.
         stages: Where the time of a batch goes in one process; None if no batch could be sampled.
-        stages_workers: With how many workers that was looked at.
-        flame: Stacks of a worker under py-spy, folded: "outer;inner 12" a line; "" without one.
-        flame_note: Why there is none, and how to get one; or whose it is.
-        consumed: What training took, where evidence of one was given.
-        notes: What else a person must know about the figures.
-        ended: "finished", "stopped" (Ctrl-C), "cut" (it took too long), or "" where the process died meanwhile.
+        stages_workers: The number of workers with which `stages` were sampled.
+        flame: A worker's stacks under py-spy, folded: one "outer;inner 12" per line; "" if there are none.
+        flame_note: Why `flame` is missing and how to get it; or which process it shows.
+        consumed: How much a training takes, if its evidence was given.
+        notes: Further remarks that the user needs to read the figures.
+        ended: "finished", "stopped" (Ctrl-C), "cut" (it took too long), or "" if the process died during the bench.
     """
 
     loader: LoaderFacts
@@ -127,15 +130,15 @@ class LoaderBench:
 
     @property
     def measured(self) -> tuple[Rate, ...]:
-        """The rates that were measured."""
+        """The rates that could be measured."""
         return tuple(rate for rate in self.rates if not rate.error)
 
     @property
     def best(self) -> Rate | None:
-        """The least number of workers that gives, but for 3 %, the most."""
+        """The rate of the fewest workers that come within 3 % of the fastest rate; None if none was measured."""
         most = max((rate.samples_per_s for rate in self.measured), default=0.0)
         return next((rate for rate in self.measured if rate.samples_per_s >= 0.97 * most), None)
 
     def rate_of(self, workers: int) -> Rate | None:
-        """The measured rate with so many workers."""
+        """Return the measured rate with this number of workers; None if it was not measured."""
         return next((rate for rate in self.measured if rate.workers == workers), None)

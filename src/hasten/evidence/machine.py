@@ -1,4 +1,4 @@
-"""Describes this machine, without torch."""
+"""Describe this machine, without torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hasten.evidence import cgroup
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine a training runs on.
+    """The machine that a training runs on.
 
-    `cores` are those this process may use, also by its container's quota of CPU time; `memory_bytes` and `shm_bytes`
-    are capacities; `device` is "cuda" where an NVIDIA driver answers and a GPU is visible, else "cpu".
+    `cores` are those that this process may use, limited also by its container's CPU quota; `memory_bytes` and
+    `shm_bytes` are capacities; `device` is "cuda" if an NVIDIA driver answers and a GPU is visible, else "cpu".
     """
 
     cpu: str
@@ -34,7 +34,7 @@ class Machine:
 
 @cache
 def this_machine() -> Machine:
-    """Describe the machine this process runs on."""
+    """Return a description of the machine that this process runs on."""
     gpus = _gpus()
     cpu, flags = _cpu()
     return Machine(
@@ -51,14 +51,14 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> int:
-    """Cores this process may use now: those it is bound to, or its cgroup's quota (of 1.5 CPUs: 2) where less."""
+    """Return how many cores this process may use: its CPU affinity, or its cgroup's quota (rounded up) if less."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.cpu_quota()
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
 
 
 def memory_limit() -> int:
-    """Bytes of memory this process may use: the machine's, or its cgroup's where that is less."""
+    """Return the bytes of memory that this process may use: the machine's, or its cgroup's limit if that is less."""
     import psutil
 
     total, limit = int(psutil.virtual_memory().total), cgroup.memory_limit()
@@ -66,7 +66,7 @@ def memory_limit() -> int:
 
 
 def memory_free() -> int:
-    """Bytes of memory this process may still take: the machine's, or its cgroup's where that is less."""
+    """Return the bytes of memory that this process may still use: the machine's, or its cgroup's if that is less."""
     import psutil
 
     free, left = int(psutil.virtual_memory().available), cgroup.memory_left()
@@ -74,7 +74,7 @@ def memory_free() -> int:
 
 
 def _cpu() -> tuple[str, tuple[str, ...]]:
-    """The processor's name, and those of its flags that decide how fast low precision is."""
+    """Return the processor's name, and its flags for vector and low-precision arithmetic."""
     telling = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"}
     name, flags = platform.processor() or platform.machine(), set[str]()
     info = Path("/proc/cpuinfo")
@@ -89,15 +89,15 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
 
 
 def _gpus() -> tuple[str, ...]:
-    """Names of the visible NVIDIA GPUs; none where there is no driver."""
-    driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last is WSL's
+    """Return the names of the visible NVIDIA GPUs; () without a driver."""
+    driver = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one in WSL
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or not any(map(os.path.exists, driver)):
         return ()
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no package, no driver, or a driver that does not answer: all mean no GPU
+    except Exception:  # no package, no driver, or a driver that does not answer: no usable GPU
         return ()
     names = [pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())]
     pynvml.nvmlShutdown()

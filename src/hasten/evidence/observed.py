@@ -1,6 +1,6 @@
 """Observations of `doctor` beyond steps and phases: events by line, layers, operators, inputs, machine use.
 
-Every field has a default, since most runs leave only some of this. Series are columns of equal length.
+Every field has a default, since most runs record only some of these. Series are columns of equal length.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Event:
-    """Something a line of the script did during training, counted.
+    """A kind of call that a line of the script made during training, with its count and time.
 
     Attributes:
-        kind: What: "item", "tolist", "torch_tensor", "empty_cache", "retained_graph" and so on (`EVENTS`).
-        where: `file:line` of the script, past torch and other libraries; "" where it could not be placed.
-        count: How often, within training steps.
-        steps: In how many steps.
-        seconds: What all of them took together, on the CPU's clock.
-        device: Type of the tensor's device ("cpu", "cuda"), "" where there is no tensor.
-        detail: What else tells: a shape, an option, a class.
+        kind: One of `EVENTS`: "item", "tolist", "torch_tensor", "empty_cache", "retained_graph" and so on.
+        where: `file:line` of the script, skipping torch and other libraries; "" if unknown.
+        count: Number of calls within training steps.
+        steps: Number of steps with such calls.
+        seconds: Total seconds of these calls, on the CPU's clock.
+        device: Type of the tensor's device ("cpu", "cuda"); "" if there is no tensor.
+        detail: Further information: a shape, an option, a class.
     """
 
     kind: str
@@ -66,22 +66,22 @@ EVENTS = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer that was called in the sampled steps, in order of its first call.
+    """One layer that was called in the sampled steps; layers are in order of their first call.
 
     Attributes:
         path: Module path from the outermost module ("layer1.0.conv1").
         kind: Class name.
         sizes: in_features, out_features; in_channels, out_channels, groups, and kernel_size, stride, padding, dilation
             (of the last dimension); num_embeddings, embedding_dim; input_size, hidden_size, num_layers; num_heads.
-        bias: It has a bias.
-        shape: Of its first tensor argument.
-        dtype: Of that tensor ("float32", "bfloat16").
-        normed_by: Path and kind of the layer that takes its output directly and subtracts each channel's mean, so that
-            a bias changes nothing: "layer1.0.bn1 (BatchNorm2d)" (or InstanceNorm); "" if none. Of layers with a bias.
-        calls: Per step.
-        seconds: Of its forward per step, where that was measured.
+        bias: Whether it has a bias.
+        shape: Shape of its first tensor argument.
+        dtype: Dtype of that tensor ("float32", "bfloat16").
+        normed_by: For a layer with a bias: path and kind of the layer that takes its output directly and subtracts each
+            channel's mean, so that the bias changes nothing: "layer1.0.bn1 (BatchNorm2d)" (or InstanceNorm); else "".
+        calls: Calls per step.
+        seconds: Seconds of its forwards per step, if measured.
         where: `file:line` where its class calls or builds it, if known.
-        channels_last: That tensor is 4-D and lies in memory channels last (and not at the same time contiguous).
+        channels_last: Whether that tensor is 4-D in channels_last memory format (and not contiguous as well).
     """
 
     path: str
@@ -99,16 +99,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the script in which the training thread was seen: the innermost of the script's own.
+    """A line of the script at which the training thread was sampled: the innermost line of the script's own code.
 
     Attributes:
         where: `file:line`.
-        function: Qualified name of the function it is in; "" outside of every function.
-        phase: In which part of the step, one of `PHASES`.
-        share: Of the time within steps, 0 to 1.
-        looks: How often it was seen there.
-        in_loop: That function holds the training loop.
-        library: The line had called Python code of a library, torch's for instance.
+        function: Qualified name of the line's function; "" outside of every function.
+        phase: The phase of the step, one of `PHASES`.
+        share: Share of the time within steps, 0 to 1.
+        looks: Number of samples.
+        in_loop: Whether that function contains the training loop.
+        library: Whether the line had called Python code of a library, such as torch.
     """
 
     where: str
@@ -122,7 +122,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator over the profiled steps. Times are its own, without what it called, in seconds per step."""
+    """One operator over the profiled steps. Times exclude the operators it called, in seconds per step."""
 
     name: str
     calls: float
@@ -136,17 +136,18 @@ class Sampled:
     """Observations of a few steps under torch's profiler and with hooks on every layer.
 
     Attributes:
-        steps: Numbers (from 0) of the steps that were looked into; their times do not count.
-        operators: Those with the most time, worst first; what ran to make a batch, or in a validation, is left out.
-        calls: Operators that ran per step, views and the like left out.
+        steps: Numbers (from 0) of the sampled steps; their times do not count.
+        operators: The operators with the most time, slowest first, except those that made batches or ran in validation.
+        calls: Operators per step, except views and the like.
         launches: Kernels launched per step; None without a GPU.
-        device_busy: Share of an ordinary step in which the GPU computed (kernels' time in the sampled steps by the
-            length of the others), 0 to 1; None without one.
-        pointwise_seconds: Per step, in pointwise operators (add, mul, relu, dropout...), forward and backward.
-        pointwise_calls: Per step, of these.
-        graph_breaks: By torch.compile, with the reasons; recompilations likewise.
-        trace: Path of the Chrome trace, "" if none was written.
-        skipped: Why nothing could be looked into, or "".
+        device_busy: Share of an ordinary step in which the GPU computed (the kernels' time in the sampled steps divided
+            by the length of the other steps), 0 to 1; None without a GPU.
+        pointwise_seconds: Seconds per step in pointwise operators (add, mul, relu, dropout...), forward and backward.
+        pointwise_calls: Pointwise operators per step.
+        graph_breaks: Graph breaks of torch.compile, with the reasons.
+        recompilations: Recompilations of torch.compile, with the reasons.
+        trace: Path of the Chrome trace; "" if none was written.
+        skipped: Why nothing could be sampled, or "".
     """
 
     steps: tuple[int, ...] = ()
@@ -164,15 +165,15 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Contents of the training loader's first batches, and which sizes came later.
+    """Contents of the training loader's first batches, and the shapes of later ones.
 
     Attributes:
-        shapes: Distinct shapes of the first tensor, with how often each came, most frequent first (at most 64).
-        batches: How many batches were looked at for shapes.
-        dtype: Of that tensor.
-        mean, std, low, high: Over the first batches, for floating-point and uint8 tensors; None otherwise.
+        shapes: Distinct shapes of a batch's first tensor with their counts, most frequent first (at most 64).
+        batches: Number of batches whose shapes were counted.
+        dtype: Dtype of that tensor.
+        mean, std, low, high: Statistics over the first batches, for floating-point and uint8 tensors; else None.
         last_mean, last_std: Greatest |mean| and greatest std of a single feature (last dimension of 2-D inputs,
-            channel of 4-D ones).
+            channel of 4-D inputs).
         padding: Share of an integer 2-D tensor that is one trailing value of each row (padding), 0 to 1.
     """
 
@@ -190,16 +191,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Stages:
-    """Where a loader's time goes, sampled where the samples are made (in the workers, if there are any).
+    """Seconds of a loader's stages, sampled in the process that makes the samples (a worker, if there are any).
 
     Attributes:
-        loader: Which of the evidence's loaders.
-        batches: How many were sampled.
+        loader: Index of the loader in the evidence's `loaders`.
+        batches: Number of batches sampled.
         read, decode, transform, collate, other: Seconds per batch in one process; `other` is the dataset's own code.
         python: Share of the samples' time in pure Python of the script or dataset, 0 to 1.
-        hottest: `file:line` in which most of that time was spent.
-        decoder: What decodes ("PIL", "torchvision", "cv2", "simplejpeg"...), "" if nothing does.
-        copies: Share of the time spent passing batches to the training process, where that was seen.
+        hottest: The `file:line` with most of that time.
+        decoder: The decoding library ("PIL", "torchvision", "cv2", "simplejpeg"...); "" if nothing is decoded.
+        copies: Share of the time spent passing batches to the training process, if observed.
     """
 
     loader: int
@@ -243,20 +244,20 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Use:
-    """The machine over time, as the process that watched the training saw it.
+    """Use of the machine over time, sampled by the process that watched the training.
 
     Attributes:
-        at: When each sample was taken, seconds on the evidence's clock.
-        cpu: Cores' worth of CPU the training's processes used (1.7: one core and 70 % of another).
-        main: Of these, the process that trains.
-        workers: Of these, its loader's workers.
-        worker_count: How many worker processes there were.
-        cores: Per core that the training may use, share busy (whoever used it), 0 to 1, averaged over the training.
-        rss: Bytes of memory of all the training's processes; `main_rss` of the one that trains.
+        at: When each sample was taken, in seconds on the evidence's clock.
+        cpu: CPU use of the training's processes, in cores (1.7: one core and 70 % of another).
+        main: The part of `cpu` used by the process that trains.
+        workers: The part of `cpu` used by its loader's workers.
+        worker_count: Number of worker processes.
+        cores: For each core that the training may use, the share of time it was busy (with any process), 0 to 1.
+        rss: Bytes of memory of all the training's processes; `main_rss`: of the process that trains.
         shm: Bytes used in /dev/shm.
-        disk_read, disk_write, net_in, net_out: Bytes per second (the network's and the disk's are the machine's).
-        waiting: Share of time the machine's CPUs waited for disks (iowait), 0 to 1.
-        gpus: One each.
+        disk_read, disk_write, net_in, net_out: Bytes per second (of the whole machine for network and disk).
+        waiting: Share of time that the machine's CPUs waited for disks (iowait), 0 to 1.
+        gpus: One entry per GPU.
     """
 
     at: tuple[float, ...] = ()
@@ -281,14 +282,14 @@ class Surroundings:
     """The environment of the training process.
 
     Attributes:
-        omp_threads: OMP_NUM_THREADS as it was set, or None.
-        threads: What torch.get_num_threads() gave during training.
-        interop_threads: Likewise.
+        omp_threads: OMP_NUM_THREADS if it was set, else None.
+        threads: torch.get_num_threads() during training.
+        interop_threads: torch.get_num_interop_threads() during training.
         processes: Training processes on this machine (LOCAL_WORLD_SIZE).
         preload: LD_PRELOAD; allocator: PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF.
-        data_folder: Where the dataset's files lie, as far as it could be told; "" if it has none.
-        filesystem: Of that folder: "ext4", "nfs4", "overlay", "fuse.gcsfuse"; rotational: a spinning disk.
-        jpeg: What PIL decodes JPEGs with: "libjpeg-turbo", "libjpeg", "" without PIL.
+        data_folder: Folder of the dataset's files; "" if unknown or if it has none.
+        filesystem: That folder's file system: "ext4", "nfs4", "overlay", "fuse.gcsfuse"; rotational: a spinning disk.
+        jpeg: The library with which PIL decodes JPEGs: "libjpeg-turbo", "libjpeg"; "" without PIL.
     """
 
     omp_threads: int | None = None
@@ -305,10 +306,10 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Memory at a step: resident bytes of the process, bytes allocated on the GPU (None without one).
+    """Memory at a step: resident bytes of the process, bytes allocated on the GPU (None without a GPU).
 
-    `faults` are the pages that the kernel had handed to the process so far (minor page faults), `system` the seconds
-    of CPU it had spent for it so far; None where nobody asked.
+    `faults` are the process's minor page faults so far, `system` the kernel's CPU seconds for it so far; None if they
+    were not recorded.
     """
 
     step: int
@@ -320,17 +321,17 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One change tried on the machine itself, on the very shapes of a run: before and after in turn (A B A B).
+    """One change benchmarked on this machine with the shapes of a run: before and after in turn (A B A B).
 
     Attributes:
-        finding: Name of the rule it is for ("odd_sizes").
-        what: What was changed ("Linear 768 -> 50257: out_features 50257 -> 50264").
+        finding: Name of the rule that suggests it ("odd_sizes").
+        what: The change ("Linear 768 -> 50257: out_features 50257 -> 50264").
         where: Module path, operator or place.
         before, after: Median seconds of one forward and backward (or of one optimizer step).
-        wins: Share of the turns in which `after` was the faster, 0 to 1.
-        turns: How many there were.
-        calls: How often this happens in a step.
-        detail: What it was changed to, for the fix ("out_features=50264").
+        wins: Share of the turns in which `after` was faster, 0 to 1.
+        turns: Number of turns.
+        calls: How often it happens in a step.
+        detail: The new setting, for the fix ("out_features=50264").
         failed: Why it could not be measured, or "".
     """
 
@@ -347,9 +348,9 @@ class Measurement:
 
     @property
     def saved(self) -> float:
-        """Seconds saved each time; below 0 where it got slower, 0 where the turns do not agree.
+        """Seconds saved per call: negative if it got slower, 0 if the turns do not agree.
 
-        They do where chance alone would hardly part them so: 6 of 6, 8 of 9, 12 of 15, 19 of 25 (a sign test at 1 %).
+        They agree if chance alone would hardly split them so: 6 of 6, 8 of 9, 12 of 15, 19 of 25 (a sign test at 1 %).
         """
         sure = abs(2 * self.wins - 1) * self.turns**0.5 >= 2.3
         return self.before - self.after if sure and not self.failed else 0.0
@@ -362,18 +363,18 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TriedLive:
-    """A technique switched on and off in the training while it ran: blocks of steps with and without it, in turn.
+    """A technique switched on and off in the running training: blocks of steps with and without it, in turn.
 
     Attributes:
         finding: Name of the rule whose cure it is ("full_precision").
         technique: The technique.
         setting: Its setting, as in a plan ("bf16-mixed").
-        besides: What else was switched with it, since the cure says so: lines of a plan.
-        ratio: How many times less a step takes with it: geometric mean of the pairs of neighbouring blocks.
-        low, high: 95 % interval of that (Student's t over the pairs).
-        blocks: How many there were on each side.
-        steps: How many steps they had on each side, on average.
-        before: Mean seconds of a step without it; validation and checkpoints are left out.
+        besides: Techniques that the cure requires to be switched with it, as lines of a plan.
+        ratio: Speed-up of a step with it: geometric mean over pairs of neighbouring blocks.
+        low, high: 95 % interval of the ratio (Student's t over the pairs).
+        blocks: Number of blocks on each side.
+        steps: Average number of steps on each side.
+        before: Mean seconds of a step without it, excluding validation and checkpoints.
         failed: Why it could not be measured, or "".
     """
 
@@ -391,5 +392,5 @@ class TriedLive:
 
     @property
     def saved(self) -> float:
-        """Share of the step that it saves, below 0 where a step takes longer."""
+        """Share of the step that it saves; negative if a step takes longer."""
         return 1 - 1 / self.ratio if self.ratio > 0 else 0.0

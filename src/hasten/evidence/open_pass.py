@@ -1,4 +1,4 @@
-"""A pass through a loader that is still going on, what a step is made of, and whose steps count."""
+"""Parts of the recorder: an open pass through a loader, phases that add up to a step, and which optimizer counts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,45 @@ from typing import Any
 
 from hasten.evidence.schema import Pass, Phase
 
-STALE_AFTER = 50  # optimizer steps after which a loader, or an optimizer, that was not heard of is taken to be over
+STALE_AFTER = 50  # optimizer steps after which a loader or an optimizer that is no longer used counts as finished
 BLANK = (0.0,) * len(Phase)
 """Seconds by `Phase` of a step that has just begun."""
 
 
 def adding_up(phases: list[float], total: float) -> list[float]:
-    """Phases that add up to the step: what is left is OTHER.
+    """Return phases that add up to the step's total seconds: the rest goes to OTHER.
 
-    Where they are more (a part of the step fell inside a validation pass that had begun before it), validation
-    gives way first.
+    If they exceed the total (a part of the step was counted inside a validation pass that began before it), validation
+    is reduced first, then all phases in proportion.
     """
     over = sum(phases) - total
     if over <= 0:
         phases[Phase.OTHER] -= over
         return phases
-    given = min(over, phases[Phase.VALIDATION])
-    phases[Phase.VALIDATION] -= given
+    reduced = min(over, phases[Phase.VALIDATION])
+    phases[Phase.VALIDATION] -= reduced
     rest = sum(phases)
-    return [phase * total / rest for phase in phases] if over > given and rest > 0 else phases
+    return [phase * total / rest for phase in phases] if over > reduced and rest > 0 else phases
 
 
 class OpenPass:
-    """One time through a loader that is still going on, and the step it is in."""
+    """A pass through a loader that is not over, and its current step.
+
+    Attributes:
+        loader: Number of the loader; -1 for steps outside every loader.
+        iterator: Returns the pass's iterator; None once it was deleted.
+        start: When `iter(loader)` was called.
+        opened: When `iter(loader)` returned.
+        first: When the first batch came.
+        outer: The pass in whose step this pass began.
+        batches: Batches so far.
+        trained: Whether it contained a backward or an optimizer step.
+        ended: Whether it is over.
+        step_start: When the current step began; None between steps.
+        phases: Seconds of the current step, by `Phase`.
+        losses: Losses of the current step.
+        optimizer_steps: Optimizer steps since its last batch was asked for.
+    """
 
     def __init__(self, loader: int, iterator: Any, start: float, outer: OpenPass | None) -> None:
         self.loader = loader
@@ -45,22 +61,22 @@ class OpenPass:
         self.phases = list(BLANK)
         self.losses: list[Any] = []
         self.optimizer_steps = 0
-        self.stepped: set[int] = set()  # optimizers that stepped since its iterator was gone
-        self.rests_for = 0  # steps, when the clock rests
-        self.rest = 0  # of them not yet begun
+        self.stepped: set[int] = set()  # optimizers that stepped since its iterator was deleted
+        self.rests_for = 0  # steps of the recorder's current rest
+        self.rest = 0  # steps of that rest that have not begun yet
 
     def ended_at(self, at: float, origin: float) -> Pass:
-        """Return what is kept of it; times are on the run's clock, which stood at 0 at `origin`."""
+        """Return the finished pass; its times are on the run's clock, which was 0 at `origin`."""
         start, first, opened = self.start - origin, self.first - origin, self.opened - origin
         return Pass(self.loader, start, first, at - origin, self.batches, self.trained, opened)
 
 
 def first_step_so_far(inner: OpenPass, at: float) -> list[float]:
-    """Return the phases of a step that trained and is not over; nothing where none did.
+    """Return the phases of an unfinished step that has trained already; [] if there is none.
 
     Args:
-        inner: The pass that is worked on.
-        at: The time by the recorder's clock.
+        inner: The recorder's current pass.
+        at: The time now, on the recorder's clock.
     """
     opened: OpenPass | None = inner
     while opened is not None and not opened.phases[Phase.BACKWARD]:
@@ -74,18 +90,18 @@ def first_step_so_far(inner: OpenPass, at: float) -> list[float]:
 
 
 class StepMarker:
-    """Which optimizer's steps are the run's, where no DataLoader is drawn from: the first one's, while it steps.
+    """Chooses the optimizer whose steps are the run's steps, if no DataLoader is used: the first one, while it steps.
 
     Attributes:
-        optimizer: Its number; None before any has stepped.
+        optimizer: The chosen optimizer's id; None before any has stepped.
     """
 
     def __init__(self) -> None:
         self.optimizer: int | None = None
-        self._others = 0  # steps of others since its last
+        self._others = 0  # steps of other optimizers since its last one
 
     def counts(self, optimizer: int) -> bool:
-        """Return whether this step of an optimizer is one of the run's."""
+        """Register a step of an optimizer; return whether it counts as a step of the run."""
         self._others += 1
         if self.optimizer is None or self._others > STALE_AFTER:
             self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Takes a batch or an output apart, whatever the script puts it in."""
+"""Take a batch or a model's output apart into tensors and other leaves, whatever container the script uses."""
 
 from __future__ import annotations
 
@@ -9,54 +9,55 @@ from typing import Any
 
 
 def parts(value: Any) -> tuple[list[Any], str]:
-    """Return what a batch or an output is made of, and its form.
+    """Return the leaves of a batch or an output, and a text that describes its structure.
 
-    Looked into are the collections that torch knows, mappings (Transformers' BatchEncoding), dataclasses, and the
-    attributes of other objects (a graph's data), in which only tensors count. Arrays are given as tensors.
+    It looks into the collections that torch knows, mappings (Transformers' BatchEncoding), dataclasses, and the
+    attributes of other objects (a graph's data), of which only tensors and mappings count. Arrays are returned as
+    tensors.
 
     Args:
-        value: What a loader or a model gave.
+        value: A loader's batch or a model's output.
     """
-    found: list[Any] = []
-    return found, _look(value, found, {id(value)})
+    leaves: list[Any] = []
+    return leaves, _collect(value, leaves, {id(value)})
 
 
-def _look(value: Any, found: list[Any], seen: set[int]) -> str:
-    """Add the parts of a value to `found`; return its form."""
+def _collect(value: Any, found: list[Any], seen: set[int]) -> str:
+    """Append the leaves of a value to `found`, and return its structure; `seen` ends cycles of references."""
     import torch
     from torch.utils._pytree import tree_flatten
 
     leaves, structure = tree_flatten(value)
     forms = []
     for leaf in map(_as_tensor, leaves):
-        held = None if isinstance(leaf, torch.Tensor | str | bytes | int | float | None) else _held(leaf)
-        if held is None or (leaf is not value and id(leaf) in seen):
+        contents = None if isinstance(leaf, torch.Tensor | str | bytes | int | float | None) else _contents(leaf)
+        if contents is None or (leaf is not value and id(leaf) in seen):
             found.append(leaf)
             forms.append(_form(leaf))
         else:
             seen.add(id(leaf))
-            forms.append(f"{type(leaf).__name__} {_look(held, found, seen)}")
+            forms.append(f"{type(leaf).__name__} {_collect(contents, found, seen)}")
     return f"{structure} {forms}"
 
 
-def _held(leaf: Any) -> dict[str, Any] | None:
-    """Return the contents of an object that torch does not know as a collection, by name; None: none."""
+def _contents(leaf: Any) -> dict[str, Any] | None:
+    """Return the contents, by name, of an object that torch does not know as a collection; None if there are none."""
     import torch
 
     if isinstance(leaf, Mapping):
         return {str(key): leaf[key] for key in leaf}
-    if isinstance(leaf, list | tuple):  # a class of its own
-        return {str(place): one for place, one in enumerate(leaf)}
+    if isinstance(leaf, list | tuple):  # a subclass, which torch does not know
+        return {str(place): item for place, item in enumerate(leaf)}
     if isinstance(leaf, type):
         return None
     if dataclasses.is_dataclass(leaf):
         return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    own = {name: _as_tensor(one) for name, one in getattr(leaf, "__dict__", {}).items()}
-    return {name: one for name, one in own.items() if isinstance(one, torch.Tensor | Mapping)} or None
+    attributes = {name: _as_tensor(value) for name, value in getattr(leaf, "__dict__", {}).items()}
+    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | Mapping)} or None
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """An array as a tensor; one of texts or objects, and everything else, as it is."""
+    """Convert a NumPy array of numbers to a tensor; return anything else (arrays of texts or objects too) unchanged."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(leaf, numpy.ndarray) or leaf.dtype.kind not in "biufc":
         return leaf
@@ -64,12 +65,15 @@ def _as_tensor(leaf: Any) -> Any:
 
     try:
         return torch.from_numpy(numpy.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C"))
-    except TypeError:  # numbers of 80 bits
+    except TypeError:  # 80-bit floats (longdouble), which torch does not have
         return leaf
 
 
 def _form(leaf: Any) -> str:
-    """Return what a part is; how wide its numbers are is for a comparison of bits to say."""
+    """Return a leaf's form: kind and shape of a tensor, else the type's name.
+
+    The width of floats is left out; a comparison of bits shows it.
+    """
     import torch
 
     if isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Plain data in JSON files: what is not finite is null, and a file is read only if it is of the schema it should be."""
+"""Write plain data as JSON, with null for NaN and infinities, and read it back if its `schema` is the expected one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hasten.files import parse_json, read_bytes
 
 Kind = TypeVar("Kind")
 
-_LONG = 2000  # characters of a message; pydantic names every value that does not fit
+_LONG = 2000  # longest error message, in characters; pydantic lists every value that does not fit
 
 
 def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str, missing: str = "") -> Kind:
-    """Read a dataclass from a JSON file; null where a float should be is NaN, as `finite` wrote it.
+    """Read a dataclass from a JSON file; null in place of a float becomes NaN, which `finite` wrote as null.
 
     Args:
         kind: The dataclass.
         path: The file.
-        schema: What its field `schema` must be.
-        what: What it should be, for messages: "a diagnosis".
-        advice: What to do about one of another schema.
-        missing: What to say where there is none; default: "no diagnosis at".
+        schema: The required value of its field `schema`.
+        what: The kind of file in messages: "a diagnosis".
+        advice: What to do about a file of another schema.
+        missing: Begin of the message for a missing file; default: "no diagnosis at".
 
     Raises:
-        HastenError: No such file, not readable, not JSON, or another schema.
+        HastenError: The file does not exist, is not readable, is no JSON, or has another schema.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -41,6 +41,7 @@ def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str
         try:
             return reader.validate_python(data)
         except ValidationError as error:
+            # pydantic refuses null for a float: put NaN there, and check the data again.
             for problem in error.errors():
                 if problem["type"] == "float_type" and problem["input"] is None:
                     _set_to_nan(data, problem["loc"])
@@ -49,7 +50,7 @@ def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str
         raise HastenError(f"{missing or f'no {name} at'} {path}") from None
     except OSError as error:
         raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
-    except (ValueError, TypeError, LookupError, RecursionError) as error:  # pydantic's is a ValueError
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # pydantic's errors are ValueErrors
         raise HastenError(f"{path} is not {what} of the schema {schema}: {_shortened(str(error))}") from None
 
 
@@ -58,7 +59,10 @@ def _shortened(text: str) -> str:
 
 
 def _set_to_nan(data: Any, place: Sequence[str | int]) -> None:
-    """Put NaN where null is; a place may go on below it with the kinds that were tried there."""
+    """Replace the null at a place of pydantic's by NaN.
+
+    For a union type, the place goes on below the null with the names of the types that were tried.
+    """
     for step in place:
         if data[step] is None:
             data[step] = math.nan
@@ -67,7 +71,7 @@ def _set_to_nan(data: Any, place: Sequence[str | int]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """NaN and infinities as null, which is all that JSON has for them."""
+    """Replace NaN and infinities, which JSON does not have, by None; tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -78,14 +82,14 @@ def finite(value: Any) -> Any:
 
 
 def tuples(value: Any) -> Any:
-    """What `dataclasses.asdict` gave, back from JSON: lists are tuples again, however deep they lie."""
+    """Turn every list into a tuple, at any depth: undo what JSON does to the tuples of `dataclasses.asdict`."""
     if isinstance(value, dict):
         return {key: tuples(part) for key, part in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
-    """Return plain data (dataclasses, dicts, lists, tuples) with every text in it changed, keys included."""
+    """Return plain data (dataclasses, dicts, lists, tuples) with `change` applied to every string, also to keys."""
     changed: Any = value
     if isinstance(value, str):
         changed = change(value)
@@ -94,6 +98,7 @@ def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
         changed = dataclasses.replace(value, **{name: with_texts(part, change) for name, part in fields.items()})
     elif isinstance(value, dict):
         changed = {with_texts(key, change): with_texts(part, change) for key, part in value.items()}
-    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):  # a long series
+    # Series of numbers, which may be long, have no texts and are returned as they are.
+    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):
         changed = type(value)(with_texts(part, change) for part in value)
     return changed  # type: ignore[no-any-return]

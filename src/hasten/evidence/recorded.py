@@ -1,4 +1,4 @@
-"""The part of a run's evidence that its recorder and its process give, at its end and while it goes on."""
+"""Read the fields of a run's evidence that come from its recorder and its process, at the end or during the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hasten.evidence.schema import Evidence, Validation
 
 
 def recorded(recorder: Recorder) -> dict[str, Any]:
-    """Return what a recorder holds, which is closed, and what this process used, as fields of the evidence by name.
+    """Return a closed recorder's content and this process's peak memory, as fields of the evidence by name.
 
     This reads losses from the device.
     """
@@ -22,7 +22,7 @@ def recorded(recorder: Recorder) -> dict[str, Any]:
     losses = tuple(recorder.kept.read_losses())
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
-        **_held(recorder),
+        **_without_losses(recorder),
         "losses": losses,
         "bad_losses": sum(1 for loss in losses if loss is not None and not math.isfinite(loss)),
         "validations": tuple(
@@ -35,8 +35,8 @@ def recorded(recorder: Recorder) -> dict[str, Any]:
     }
 
 
-def _held(recorder: Recorder) -> dict[str, Any]:
-    """Return what a recorder tells without reading from the device."""
+def _without_losses(recorder: Recorder) -> dict[str, Any]:
+    """Return the fields of the evidence that need no read from the device."""
     return {
         "machine": this_machine(),
         **recorder.kept.fields(),
@@ -48,18 +48,18 @@ def _held(recorder: Recorder) -> dict[str, Any]:
 
 
 def so_far(recorder: Recorder, command: tuple[str, ...], built: dict[str, Any], listened: str = "") -> Evidence:
-    """Return what a recorder holds by now, without what reads losses: that would wait for the device.
+    """Return the evidence of a run that still trains, without its losses: reading them would wait for the device.
 
     Args:
-        recorder: Of the run.
+        recorder: The run's recorder.
         command: The training's own command line.
         built: Its loaders, models, optimizers and flags, as fields of the evidence.
-        listened: Who drives the run; "" for a script.
+        listened: The evidence's field `listened`: who drives the run; "" for a script.
     """
     return Evidence(
         command=command,
         **built,
-        **_held(recorder),
+        **_without_losses(recorder),
         losses=(None,) * len(recorder.kept.numbers),
         validations=(),
         ended="running",

@@ -1,12 +1,11 @@
-"""The phase clock: turns what happens in a run into steps whose phases add up.
+"""The recorder: turns the events of a run into steps whose phases add up to the step's length.
 
-A step is one batch of the training loader: from the call that asks for the batch to the next such call. A
-loader trains when `backward` is seen between two of its batches, so nobody has to say which loader it is.
-Without such a loader a step is one step of the first optimizer seen, and without any optimizer it is one backward.
-Nothing here reads a tensor.
+A step is one batch of the training loader, from the call that asks for it to the next such call. A loader with a
+`backward` between two of its batches is a training loader, so nobody has to name it. Without such a loader a step is
+one step of the first optimizer seen, and without any optimizer it is one backward. Nothing here reads a tensor.
 
-Listening costs some 30 us a step. Of a long run not all steps are kept (see `KeptSteps`), and in those that are not
-the clock may rest: it counts them, and the taps let calls pass. A forward in eval mode, another loader or another
+Recording costs about 30 us per step. A long run does not keep all steps (see `KeptSteps`), and in the others the
+recorder may rest: it only counts them, and the taps call through. A forward in eval mode, another loader or another
 pass wakes it.
 """
 
@@ -22,9 +21,9 @@ from hasten.evidence.open_pass import BLANK, STALE_AFTER, OpenPass, StepMarker, 
 from hasten.evidence.schema import Pass, Phase
 from hasten.evidence.step_thinning import KeptSteps
 
-_KEPT = 20_000  # steps kept at the most
-_KEPT_RESTING = 1024  # the same where the clock may rest
-# What runs in every step does not look members up in an enum class.
+_KEPT = 20_000  # most steps kept
+_KEPT_RESTING = 1024  # most steps kept if the recorder may rest
+# Plain integers: code that runs in every step avoids looking up members of an enum class.
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _VALIDATION, _OTHER = int(Phase.VALIDATION), int(Phase.OTHER)
 
@@ -34,16 +33,16 @@ class Recorder:
 
     Args:
         now: The clock, in seconds.
-        on_step: Called after each finished step with how many there are.
+        on_step: Called after each finished step, with the number of finished steps.
         on_pass: Called when a pass begins or ends, with the pass and whether it began.
-        may_rest: Rest in steps that are not kept; there `on_step` is called for some steps at once.
+        may_rest: Whether to rest in steps that are not kept; `on_step` is then called once for several steps.
 
     Attributes:
-        kept: The steps that are kept.
-        steps: How many are over, but for those of a rest that goes on; see `step_in_progress`.
-        resting: In which pass the clock rests.
+        kept: The kept steps.
+        steps: Number of finished steps, without those of the current rest; see `step_in_progress`.
+        resting: The pass in which the recorder rests; None if it does not.
         current: The pass whose batch is being worked on; its `loader` is -1 outside every loader.
-        threads: Those that called `backward`.
+        threads: Ids of the threads that called `backward`.
     """
 
     def __init__(
@@ -61,20 +60,20 @@ class Recorder:
         self.kept = KeptSteps(_KEPT_RESTING if may_rest else _KEPT)
         self.resting: OpenPass | None = None
         self.passes: list[Pass] = []
-        self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, how many, when
+        self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, number of losses, time
         self.steps = 0
         self.optimizer_steps: dict[int, int] = {}
         self.threads: set[int] = set()
-        # Told, in the middle of a step, where a part of it begins (True) and ends; see `mark`.
+        # Called, in the middle of a step, when a phase begins (True) and ends; see `mark`.
         self.listeners: list[Callable[[Phase, bool], None]] = []
-        self.on_close: list[Callable[[], None]] = []  # called when the run is over, before the recorder closes
+        self.on_close: list[Callable[[], None]] = []  # called once, before the recorder closes
         self.step_of = "batch"
         self.last: tuple[list[float], list[Any]] = ([], [])  # phases and losses of the last step, kept or not
         self.unfinished: list[float] = []  # phases of the first step, in a run that closed before one was counted
-        self._loose = OpenPass(-1, None, self.origin, None)  # what happens outside every loader
+        self._loose = OpenPass(-1, None, self.origin, None)  # stands in for a pass outside every loader
         self.current = self._loose
-        self._open: dict[int, OpenPass] = {}
-        self._beside: OpenPass | None = None  # the training pass that was interrupted to ask this one
+        self._open: dict[int, OpenPass] = {}  # by the iterator's id
+        self._beside: OpenPass | None = None  # the training pass in whose step another loader was asked
         self._marker = StepMarker()
         self._validation: Any = None  # sum of the losses since the last backward, on their device
         self._validated = 0
@@ -82,13 +81,14 @@ class Recorder:
     # -- loaders -------------------------------------------------------------------------------------
 
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
-        """`iter(loader)` took from `start` to `end`."""
+        """Begin a pass; `iter(loader)` took from `start` to `end`."""
         self.wake()
         self._end_if_gone(self.current, start)
+        # A pass that was left early has the same id if its iterator is reused (persistent workers) or was deleted.
         if (left := self._open.get(id(iterator))) is not None:
-            self._end_pass(left, start)  # it was left early: the same iterator again, or another in its place
+            self._end_pass(left, start)
         if (before := self._open.get(id(iterator))) is not None:
-            self._end_pass(before, start)  # an iterator that is used again, or the id of one that is gone
+            self._end_pass(before, start)
         outer = self.current if self.current.step_start is not None and self.current is not self._loose else None
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
@@ -98,7 +98,7 @@ class Recorder:
             self.on_pass(opened, True)
 
     def asks(self, iterator: Any, at: float) -> None:
-        """The script asks `iterator` for its next batch: its step, if one is open, is over."""
+        """Register that the script asks `iterator` for its next batch, which ends the pass's current step."""
         asked = self._open.get(id(iterator))
         if asked is None:
             return
@@ -115,12 +115,12 @@ class Recorder:
             self.mark(Phase.DATA, True)
 
     def _changes(self, current: OpenPass, asked: OpenPass, at: float) -> None:
-        """Another loader is asked than before."""
-        if asked.outer is current and self._end_if_gone(current, asked.start):  # it was the last one to hold it
+        """Switch the current pass: another loader is asked for a batch than before."""
+        if asked.outer is current and self._end_if_gone(current, asked.start):  # a second `it = iter(loader)`
             asked.outer = current = self.current
         if current.outer is asked:
             if not current.trained:
-                asked.phases[_VALIDATION] += at - current.start  # a validation loop left before its end
+                asked.phases[_VALIDATION] += at - current.start  # a validation loop that was left before its end
                 self._end_pass(current, at)
             elif current.batches == 1:
                 self._fold(current, asked, at)
@@ -128,7 +128,7 @@ class Recorder:
         self.current = asked
 
     def got(self, iterator: Any, start: float, end: float) -> None:
-        """A batch came; asking for it took from `start` to `end`."""
+        """Register a batch; asking for it took from `start` to `end`."""
         asked = self._open.get(id(iterator))
         if asked is None:
             return
@@ -147,7 +147,7 @@ class Recorder:
             self._beside.phases[Phase.DATA] += end - start  # zip of two loaders: this one belongs to the other's step
 
     def exhausted(self, iterator: Any, at: float) -> None:
-        """The loader has no more batches."""
+        """End a pass: its loader has no more batches."""
         asked = self._open.get(id(iterator))
         if asked is None:
             return
@@ -159,7 +159,7 @@ class Recorder:
         self._end_pass(asked, at)
 
     def _fold(self, inner: OpenPass, outer: OpenPass, at: float) -> None:
-        """One batch drawn from another loader within a step (`next(iter(other))`) is a part of that step."""
+        """Merge a pass of one batch from another loader (`next(iter(other))`) into the step in which it was drawn."""
         outer.phases = [sum(pair) for pair in zip(outer.phases, inner.phases, strict=True)]
         outer.losses += inner.losses
         outer.trained = outer.trained or inner.trained
@@ -167,7 +167,7 @@ class Recorder:
         self._end_pass(inner, at)
 
     def _end_if_gone(self, current: OpenPass, at: float) -> bool:
-        """A pass that trained and whose iterator is gone (`next(iter(loader))`, or a loop that was left) is over."""
+        """End a training pass whose iterator was deleted (`next(iter(loader))`, or a loop left by `break`)."""
         gone = current is not self._loose and current.trained and current.iterator() is None
         if gone:
             if current.step_start is not None:
@@ -194,68 +194,68 @@ class Recorder:
 
     # -- rest ----------------------------------------------------------------------------------------
 
-    def _rest(self, one: OpenPass) -> None:
-        """Rest in the step that begins, and in the next ones of this pass, until one is to be kept."""
-        one.rests_for = self.kept.next - self.steps
-        one.rest = one.rests_for - 1
-        self.resting = one
+    def _rest(self, opened: OpenPass) -> None:
+        """Rest in the step that begins and in the following steps of this pass, until a step to keep."""
+        opened.rests_for = self.kept.next - self.steps
+        opened.rest = opened.rests_for - 1
+        self.resting = opened
 
     def wake(self, over: bool = False) -> None:
-        """End the rest, if there is one; `over`: the step it is in is over as well, otherwise it is not kept."""
-        one, self.resting = self.resting, None
-        if one is None:
+        """End the rest, if there is one; `over`: the current step is over, too (else it goes on, and is not kept)."""
+        rested, self.resting = self.resting, None
+        if rested is None:
             return
-        begun = one.rests_for - one.rest
-        one.rest = 0
-        one.batches += begun - 1
+        begun = rested.rests_for - rested.rest
+        rested.rest = 0
+        rested.batches += begun - 1
         if over:
-            one.step_start = None
+            rested.step_start = None
         if self._validated:
-            self._flush_validation()  # who rests has trained since
+            self._flush_validation()  # the recorder rests only in training steps, so it has trained since
         if ended := begun if over else begun - 1:
-            self.kept.put_aside(one.phases)
-            one.phases, one.losses, one.optimizer_steps = [*BLANK], [], 0
+            self.kept.put_aside(rested.phases)
+            rested.phases, rested.losses, rested.optimizer_steps = [*BLANK], [], 0
             self.steps += ended
             if self.on_step:
                 self.on_step(self.steps)
 
     def rested_optimizer_step(self, optimizer: int) -> None:
-        """An optimizer stepped while the clock rests."""
+        """Count an optimizer step that was made while the recorder rests."""
         self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
-        one = self.resting
-        if one is None:
+        rested = self.resting
+        if rested is None:
             return
-        if one is self._loose:
+        if rested is self._loose:
             if self._marker.counts(optimizer):
-                if one.rest:
-                    one.rest -= 1
+                if rested.rest:
+                    rested.rest -= 1
                 else:
                     self.wake(over=True)
-                    one.step_start = self.now()
+                    rested.step_start = self.now()
             return
-        one.optimizer_steps += 1
-        if one.optimizer_steps > STALE_AFTER * (one.rests_for - one.rest):
-            self.wake()  # the loader is asked no more
+        rested.optimizer_steps += 1
+        if rested.optimizer_steps > STALE_AFTER * (rested.rests_for - rested.rest):
+            self.wake()  # the loader is no longer asked: training continues on a batch that was kept
 
     # -- parts of a step -----------------------------------------------------------------------------
 
     def mark(self, phase: Phase, begins: bool) -> None:
-        """A part of a step begins or ends here; for those who need the moment itself. Call only with listeners."""
+        """Tell listeners that a phase begins or ends at this moment. Call it only if there are listeners."""
         for listener in self.listeners:
             listener(phase, begins)
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Some of the current step went to `phase`."""
+        """Add seconds to a phase of the current step."""
         self.current.phases[phase] += seconds
 
     def was_validation(self, seconds: float) -> None:
-        """So much of the current step was taken for a part of its forward, and is validation."""
+        """Move seconds of the current step from FORWARD to VALIDATION, where they belong after all."""
         moved = min(seconds, self.current.phases[Phase.FORWARD])
         self.current.phases[Phase.FORWARD] -= moved
         self.current.phases[Phase.VALIDATION] += moved
 
     def backward(self, seconds: float, losses: Sequence[Any]) -> None:
-        """`backward` was called on `losses` (detached, unread)."""
+        """Register a backward on `losses` (detached, unread)."""
         current = self.current
         self.threads.add(get_ident())
         if self._validated:
@@ -268,24 +268,24 @@ class Recorder:
             self.step_of = "batch"
 
     def optimizer_begins(self) -> float:
-        """An optimizer is about to step: what the step's phases add up to so far."""
+        """Return the sum of the current step's phases, before an optimizer with a closure steps."""
         return sum(self.current.phases)
 
     def optimizer_step(self, optimizer: int, start: float, end: float, before: float) -> None:
-        """An optimizer stepped. `before` is what `optimizer_begins` gave: a closure's forward and backward inside
-        the step have been counted already; -1 for a step without a closure."""
+        """Register an optimizer step. `before`: the result of `optimizer_begins`, so that the closure's forward and
+        backward are not counted twice; -1 for a step without a closure."""
         self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
         current = self.current
         inside = sum(current.phases) - before if before >= 0 else 0.0
         current.phases[_OPTIMIZER] += max(0.0, end - start - inside)
         if current is not self._loose:
             current.optimizer_steps += 1
-            current.trained = True  # whatever it got its gradients by
+            current.trained = True  # even without a backward: gradients may be set in other ways
             gone = current.iterator() is None
             if gone and current.outer is not None and current.outer.step_start is not None:
                 self._fold(current, current.outer, end)
             elif (gone and optimizer in current.stepped) or current.optimizer_steps > STALE_AFTER:
-                self._end_pass(current, end)  # a batch that is kept and trained on again and again
+                self._end_pass(current, end)  # the script keeps one batch and trains on it many times
             elif gone:
                 current.stepped.add(optimizer)
             return
@@ -293,19 +293,19 @@ class Recorder:
             self._loose_step(end)
 
     def stepped_by_hand(self) -> None:
-        """A backward is over in a script without an optimizer, which changes its parameters itself."""
+        """Count a backward as a step, in a script without an optimizer that updates its parameters itself."""
         if self.current is self._loose and self._marker.optimizer is None:
             self._loose_step(self.now())
 
     def _loose_step(self, at: float) -> None:
-        """Outside every loader a step goes from one step of an optimizer, or one backward, to the next."""
+        """End a step outside every loader: it lasts from one optimizer step (or backward) to the next."""
         loose = self._loose
         if not self.kept.numbers or self.step_of == "optimizer":
             self.step_of = "optimizer"
             if loose.step_start is not None:
                 self._end_step(loose, at)
             elif not self.steps:
-                self.unfinished = list(loose.phases)  # nobody knows when it began: it is no step, but better than none
+                self.unfinished = list(loose.phases)  # its start is unknown, so it does not count as a step
         loose.step_start = at
         loose.phases, loose.losses = list(BLANK), []
         steps_count = self.step_of == "optimizer" and self._marker.optimizer is not None
@@ -313,25 +313,25 @@ class Recorder:
             self._rest(loose)
 
     def roles(self) -> dict[int, str]:
-        """Return what each loader that was asked is for: "train" where a backward was seen between its batches."""
+        """Return the role of each used loader: "train" if a backward was seen between its batches, or "validation"."""
         passes: list[Pass | OpenPass] = [*self.passes, *list(self._open.values())]
-        roles = dict.fromkeys({one.loader for one in passes if one.batches}, "validation")
-        roles.update({one.loader: "train" for one in passes if one.trained})
+        roles = dict.fromkeys({each.loader for each in passes if each.batches}, "validation")
+        roles.update({each.loader: "train" for each in passes if each.trained})
         return roles
 
     def step_in_progress(self) -> int:
-        """The number (from 0) of the step that is going on, -1 where none is."""
+        """Return the number (from 0) of the current step; -1 between steps."""
         if self.current.step_start is None:
             return -1
-        one = self.resting
-        return self.steps if one is None else self.steps + one.rests_for - one.rest - 1
+        rested = self.resting
+        return self.steps if rested is None else self.steps + rested.rests_for - rested.rest - 1
 
     def within_another(self) -> bool:
-        """Whether the batch that was asked for last belongs to a loader that is iterated within another's step."""
+        """Return whether the last batch came from a loader that is iterated within a step of another loader."""
         return self.current.outer is not None
 
     def validation_loss(self, loss: Any) -> None:
-        """A loss was computed in eval mode or without a graph (unread)."""
+        """Add a loss (unread) that was computed in eval mode or without a graph."""
         self._validation = loss if self._validation is None else self._validation + loss
         self._validated += 1
 
@@ -354,12 +354,12 @@ class Recorder:
         over.phases, over.losses = [*BLANK], []
 
     def measured(self, step: int, start: float, phases: list[float]) -> None:
-        """A clock on the device says how long the parts of a step took, which the calls that start its work do not.
+        """Replace a step's times by those of a clock on the GPU; on the CPU only the launches of its work are timed.
 
         Args:
-            step: Its number, from 0; nothing happens if it was not kept.
+            step: The step's number, from 0; nothing happens if it was not kept.
             start: When it began, in seconds on this recorder's clock.
-            phases: Seconds by `Phase`; they add up to the step.
+            phases: Seconds by `Phase`, which add up to the step.
         """
         self.kept.measured(step, start - self.origin, phases)
 
@@ -368,7 +368,7 @@ class Recorder:
         self._validation, self._validated = None, 0
 
     def so_far(self) -> Recorder:
-        """A recorder that is over, with all that this one has until now; this one only counts on, unheard.
+        """Return a closed recorder with everything recorded so far; this one continues without its listeners.
 
         Call it between two steps.
         """
@@ -385,7 +385,7 @@ class Recorder:
         return other
 
     def close(self) -> None:
-        """The run is over: end what is still open."""
+        """End the recording: end the rest and the open passes."""
         for callback in self.on_close:
             callback()
         at = self.now()
@@ -396,5 +396,5 @@ class Recorder:
             self.unfinished = first_step_so_far(self.current, at) or self.unfinished
         for opened in list(self._open.values()):
             if opened.step_start is not None and opened.trained:
-                opened.step_start = None  # a step cut short would be measured wrong
+                opened.step_start = None  # drop the step that was cut short: its time would be too low
             self._end_pass(opened, at)

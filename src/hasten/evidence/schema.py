@@ -1,6 +1,6 @@
-"""Evidence: what one run leaves behind. Plain data, written to JSON, readable without torch.
+"""Evidence: everything recorded about one run, as plain data that is written to JSON and readable without torch.
 
-Times are seconds on one monotonic clock that starts at 0 when the process does.
+Times are in seconds on one monotonic clock, which is 0 when the process starts.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Phase(IntEnum):
 
 PHASES = ("data", "transfer", "forward", "backward", "sync", "optimizer", "validation", "checkpoint", "other")
 ASIDE = (Phase.VALIDATION, Phase.CHECKPOINT)
-"""Parts that most steps do not have: a steady step's length is without them."""
+"""Phases that most steps do not have; they do not count in a steady step's length."""
 
 
 def net_seconds(phases: Sequence[float]) -> float:
-    """Seconds of a step, by its phases, without validation and checkpoints."""
+    """Return the seconds of a step without validation and checkpoints, given its phases."""
     return sum(phases) - sum(phases[phase] for phase in ASIDE)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """One outermost module that the script called. `layers`: class name -> how many."""
+    """One outermost module that the script called. `layers`: class name -> number of layers."""
 
     name: str
     parameters: int
@@ -82,11 +82,11 @@ class OptimizerFacts:
     """One optimizer.
 
     Attributes:
-        fusable: torch has a fused kernel for it and these parameters.
-        options: Of its first group: lr, weight_decay, momentum and the like.
-        schedule: Class of the learning-rate scheduler on it, "" if none was seen.
-        rates: Distinct learning rates its steps were made with, in order (at most 64).
-        shapes: Of its parameters (at most 2000).
+        fusable: Whether torch has a fused kernel for it and its parameters.
+        options: The options of its first parameter group: lr, weight_decay, momentum and the like.
+        schedule: Class of its learning-rate scheduler; "" if none was seen.
+        rates: The distinct learning rates of its steps, in order (at most 64).
+        shapes: Shapes of its parameters (at most 2000).
     """
 
     name: str
@@ -105,7 +105,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class Flags:
-    """Global switches as the script left them, and what it was seen to use."""
+    """torch's global switches at the end of the run, and features that the script was seen to use."""
 
     anomaly: bool = False
     profiler: str = ""
@@ -127,12 +127,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class Pass:
-    """One time through a loader: from `iter(loader)` to its end.
+    """One pass through a loader: from `iter(loader)` to its end.
 
     Attributes:
-        start: When `iter(loader)` was called, which starts its workers.
+        start: When `iter(loader)` was called, which starts the workers.
         first: When its first batch came.
-        opened: When `iter(loader)` returned; 0 where that is not known.
+        opened: When `iter(loader)` returned; 0 if unknown.
     """
 
     loader: int
@@ -156,42 +156,42 @@ class Validation:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence that one run leaves behind.
+    """Everything recorded about one run.
 
     Attributes:
         step_start: When each training step began.
-        step_phases: Per step, seconds by `PHASES`; they add up to the step.
-        losses: Per step, the sum of the losses that `backward` was called on; None where there is no finite one or it
-            was not kept (a trial keeps all, other runs those of 200 steps, then of every eighth).
-        steps: How many training steps there were.
-        every: Of so many steps one is kept, in `step_start`, `step_phases` and `losses`; more than 1 in a long run.
-        numbers: Number (from 0) of each step that is kept; empty: see `number`.
+        step_phases: For each step, seconds by `PHASES`, which add up to the step.
+        losses: For each step, the sum of the losses that `backward` was called on; None if there is no finite one or it
+            was not kept (a trial keeps all, other runs those of the first 200 steps, then of every eighth).
+        steps: Number of training steps.
+        every: One of this many steps is kept in `step_start`, `step_phases` and `losses`; more than 1 in a long run.
+        numbers: Number (from 0) of each kept step; empty: see `number`.
         aside: Seconds by `PHASES` of validation and checkpoints in the steps that are not kept; empty: none.
-        bad_losses: How many of the losses were NaN or infinite.
+        bad_losses: Number of losses that were NaN or infinite.
         step_of: "batch" (a step is a batch of the training loader) or "optimizer" (an optimizer step, or a
             backward in a script that has no optimizer).
-        ended: "finished" (the script ended), "complete" (the trial or doctor had what it wanted), "failed",
+        ended: "finished" (the script ended), "complete" (the trial or doctor had recorded enough), "failed",
             "stopped" (by Ctrl-C or SIGTERM).
         error: The exception that ended the script, and where.
-        skipped: What a tap could not do and why; the script went on without it.
-        installed: Technique -> what it did ("2 loaders"), of those that found something to act on.
-        peak_gpu_bytes: Peak memory torch had allocated on the GPU.
-        origin: The machine's monotonic clock (`time.perf_counter`) when this run's clock stood at 0.
-        pid: Of the process that trained.
-        rank: Of it among `flags.distributed`.
-        listened: Who listened, and how closely: "trial", "run", "trainer" or "doctor"; "live": it was killed, and this
-            is what its live file held.
-        stopped_at: Where the script was (`file:line`) when it was cut before its first step was over, or in the middle
-            of a later one; "" otherwise.
-        unfinished: Where no whole step was seen although the run trained: seconds of the first so far, by `PHASES`.
-        device_clock: Phases are times on the GPU (CUDA events), not of the calls that start its work.
-        disturbed: Numbers of the steps (from 0) whose time does not count, since they were looked into.
+        skipped: Failures of taps, with reasons; the script continued without them.
+        installed: Technique -> what it acted on ("2 loaders"), for techniques that found something to act on.
+        peak_gpu_bytes: Peak memory that torch allocated on the GPU.
+        origin: The machine's monotonic clock (`time.perf_counter`) when this run's clock was 0.
+        pid: Process id of the process that trained.
+        rank: Rank of that process among `flags.distributed`.
+        listened: Who recorded the run, and how closely: "trial", "run", "trainer" or "doctor"; "live": the run was
+            killed, and this is from its live file.
+        stopped_at: Where the script was (`file:line`) when it was ended before its first step was over, or in the
+            middle of a later step; "" otherwise.
+        unfinished: If the run trained but finished no step: seconds of its first step so far, by `PHASES`.
+        device_clock: Whether phases are times on the GPU (CUDA events), not of the calls that launch its work.
+        disturbed: Numbers of the steps (from 0) whose time does not count, because they were profiled.
         events, layers, lines, sampled, inputs, stages, use, surroundings, memory: See `hasten.evidence.observed`;
-            `memory` is over time. Empty where nobody looked.
+            `memory` is a series over time. Empty if not observed.
         strays: Paths of the layers whose parameters get gradients that no optimizer uses.
-        measured: What was tried on the machine after the run (`hasten.doctor.verdict.measure`).
-        tried: What was switched on and off in the run itself, behind the steps that are kept here.
-        loader_bench: How fast the training loader goes with no training behind it; None where that was not asked for.
+        measured: Changes benchmarked on the machine after the run (`hasten.doctor.verdict.measure`).
+        tried: Techniques switched on and off in the run itself, after the steps that are kept here.
+        loader_bench: Speed of the training loader without training; None if not asked for.
     """
 
     command: tuple[str, ...]
@@ -242,25 +242,25 @@ class Evidence:
     schema: str = SCHEMA
 
     def number(self, index: int) -> int:
-        """Number (from 0) of a step that is kept."""
+        """Return the number (from 0) of a kept step, given its index."""
         return self.numbers[index] if self.numbers else index * self.every
 
     @property
     def step_seconds(self) -> list[float]:
-        """Length of each step."""
+        """Seconds of each kept step."""
         return [sum(phases) for phases in self.step_phases]
 
     def share(self, phase: Phase) -> float:
-        """This phase's share of the steady steps, 0 to 1 (validation and checkpoints left out)."""
+        """Return a phase's share of the later half of the steps, 0 to 1 (excluding validation and checkpoints)."""
         steady = self.step_phases[len(self.step_phases) // 2 :]
         total = sum(map(net_seconds, steady))
         return sum(step[phase] for step in steady) / total if total > 0 else 0.0
 
     def steady(self) -> list[int]:
-        """Indices into `step_phases` of the steps that count: neither the first ten nor those that were disturbed.
+        """Return the indices into `step_phases` of the steady steps: neither the first ten nor disturbed ones.
 
-        Of a run so short that none is left: all that were not disturbed, without the first if there is another; or
-        else all.
+        In a run of less than 20 steps the first half is warm-up. If no step is left: all undisturbed steps, without the
+        first if there are others; if there are none, all steps.
         """
         first = min(10, len(self.step_phases) // 2)
         left_out = set(self.disturbed)
@@ -269,9 +269,9 @@ class Evidence:
         return steady or undisturbed[1:] or undisturbed or list(range(len(self.step_phases)))
 
     def mean(self, phase: Phase) -> float:
-        """Mean seconds of a steady step that went to `phase`; 0 without steps.
+        """Return the mean seconds of a phase in a steady step; 0 without steps.
 
-        Where not all steps are kept, validation and checkpoints are counted in all of them all the same.
+        Validation and checkpoints are counted over all steps if not all steps are kept.
         """
         if self.every > 1 and self.steps and phase in ASIDE:
             aside = self.aside[phase] if self.aside else 0.0
@@ -280,32 +280,32 @@ class Evidence:
         return sum(self.step_phases[index][phase] for index in steady) / len(steady) if steady else 0.0
 
     def events_of(self, *kinds: str) -> list[Event]:
-        """The events of these kinds, the costliest first."""
+        """Return the events of these kinds, the slowest first."""
         return sorted((e for e in self.events if e.kind in kinds), key=lambda e: (-e.seconds, -e.count))
 
     def measured_for(self, finding: str) -> list[Measurement]:
-        """Return what was tried for this rule and could be measured."""
-        return [one for one in self.measured if one.finding == finding and not one.failed]
+        """Return the successful measurements of changes that a rule suggests."""
+        return [change for change in self.measured if change.finding == finding and not change.failed]
 
     def tried_live(self, finding: str) -> TriedLive | None:
-        """Return what switching this rule's cure in the run showed; None where it was not switched, or failed."""
-        return next((one for one in self.tried if one.finding == finding and not one.failed), None)
+        """Return the result of switching a rule's cure on and off in the run; None if it was not tried, or failed."""
+        return next((trial for trial in self.tried if trial.finding == finding and not trial.failed), None)
 
     @property
     def used(self) -> Use:
-        """The use of the machine; without samples where nobody took any."""
+        """The use of the machine; without samples if it was not observed."""
         return self.use or Use()
 
     @property
     def train_loader(self) -> LoaderFacts | None:
-        """The loader whose batches were trained on; None for a script without one."""
+        """The training loader; None if there is none."""
         return next((loader for loader in self.loaders if loader.role == "train"), None)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all (a pipe or a device is written to as it is).
+        """Write the evidence as JSON, atomically (a pipe or a device is written to directly).
 
         Raises:
-            HastenError: It cannot be written, or the file holds something other than evidence.
+            HastenError: The file cannot be written, or holds something other than evidence.
         """
         text = json.dumps(finite(dataclasses.asdict(self)), allow_nan=False)
         write_own(path, text, "the evidence", is_evidence)
@@ -315,10 +315,10 @@ is_evidence = json_of(SCHEMA)
 
 
 def read_evidence(path: Path) -> Evidence:
-    """Read what a run left behind.
+    """Read the evidence of a run.
 
     Raises:
-        HastenError: No such file, not readable, not JSON, another schema, or its parts do not fit together.
+        HastenError: The file does not exist, is not readable, is no JSON, has another schema, or is inconsistent.
     """
     evidence = read_plain(Evidence, path, SCHEMA, "evidence", "listen again with this hasten")
     if wrong := misfit(evidence):
@@ -327,12 +327,12 @@ def read_evidence(path: Path) -> Evidence:
 
 
 def misfit(evidence: Evidence) -> str:
-    """Say what of a run's steps does not fit together; "" where all does."""
+    """Return how the fields of a run's steps contradict each other, or ""."""
     many = len(evidence.step_start)
     for name in ("step_phases", "losses", "numbers"):
-        found = len(getattr(evidence, name))
-        if found != many and (found or name != "numbers"):
-            return f"{name} has {found} entries, step_start {many}"
+        length = len(getattr(evidence, name))
+        if length != many and (length or name != "numbers"):
+            return f"{name} has {length} entries, step_start {many}"
     rows = {"step_phases": evidence.step_phases, "aside": (evidence.aside,), "unfinished": (evidence.unfinished,)}
     for name, all_phases in rows.items():
         for phases in all_phases:

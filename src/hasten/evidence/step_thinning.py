@@ -1,4 +1,4 @@
-"""Keeps all steps of a short run, and ever fewer of a long one, so that memory stays bounded."""
+"""Keep all steps of a short run and a sample of those of a long run, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from hasten.evidence.schema import ASIDE, Phase
 
 
 class KeptSteps:
-    """The steps of a run that are kept.
+    """The kept steps of a run.
 
-    The run is divided into groups of `every` steps that follow each other, and one step of each group is kept. With
-    `most` kept, groups are joined in pairs. Which one of a group is kept is drawn by lot: a fixed one would see
-    always, or never, what comes back every so many steps (the batches of the slowest of four workers). The run's
-    first step is always kept.
+    The run is divided into groups of `every` consecutive steps, and one step of each group is kept. Once `most` steps
+    are kept, groups are joined in pairs, and one step of each pair is dropped. The kept step of a group is drawn at
+    random: at a fixed position it would always, or never, be one with a periodic cost (such as the batches of the
+    slowest of four workers). The run's first step is always kept.
 
     Args:
-        most: So many at the most; an even number.
+        most: The most steps to keep; an even number.
 
     Attributes:
         numbers: Number (from 0) of each kept step.
-        start: When each began.
-        phases: Seconds of each by `Phase`.
-        losses: Of each, what `backward` was called on (unread).
-        every: How many steps a group has.
+        start: When each kept step began.
+        phases: Seconds of each kept step by `Phase`.
+        losses: Losses of each kept step: what `backward` was called on, unread.
+        every: Number of steps in a group.
         next: Number of the next step that will be kept.
         aside: Seconds by `Phase` of validation and checkpoints in the steps that are not kept.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._random = Random(0)  # of its own: the script's is not touched
+        self._random = Random(0)  # separate from the global generator, whose state belongs to the script
         self.numbers: list[int] = []
         self.start: list[float] = []
         self.phases: list[list[float]] = []
@@ -43,7 +43,7 @@ class KeptSteps:
         self.aside = [0.0] * len(Phase)
 
     def add(self, number: int, start: float, phases: list[float], losses: list[Any]) -> None:
-        """A step is over: keep it, if it is the one."""
+        """Add a finished step: keep it if it is the one drawn from its group."""
         if number < self.next:
             self.put_aside(phases)
             return
@@ -57,23 +57,23 @@ class KeptSteps:
         self.next = number + 1 if every == 1 else (number // every + 1) * every + self._random.randrange(every)
 
     def put_aside(self, phases: list[float]) -> None:
-        """Steps are not kept: what is measured in all of them is added up."""
+        """Add the validation and checkpoint seconds of steps that are not kept to `aside`."""
         for phase in ASIDE:
             self.aside[phase] += phases[phase]
 
     def measured(self, number: int, start: float, phases: list[float]) -> None:
-        """A step was measured by a better clock; nothing happens if it is not kept."""
+        """Replace a step's times by those of a better clock; nothing happens if the step is not kept."""
         if (index := self.index_of(number)) is not None:
             self.start[index] = start
             self.phases[index] = phases
 
     def index_of(self, number: int) -> int | None:
-        """Return where this step is among those that are kept."""
+        """Return a step's index among the kept steps; None if it is not kept."""
         index = bisect_left(self.numbers, number)
         return index if index < len(self.numbers) and self.numbers[index] == number else None
 
     def read_losses(self) -> list[float | None]:
-        """Sum of each kept step's losses, None where there are none; one read of the device for all of them."""
+        """Return the sum of each kept step's losses, None for a step without; reads the device once for all of them."""
         import torch
 
         sums = [
@@ -84,14 +84,14 @@ class KeptSteps:
         return [None if value is None else next(values) for value in sums]
 
     def so_far(self) -> KeptSteps:
-        """The steps until now, which stay as they are when others come."""
+        """Return a copy of the steps until now, which further steps do not change."""
         other = copy.copy(self)
         other.numbers, other.start, other.losses = list(self.numbers), list(self.start), list(self.losses)
         other.phases, other.aside = list(self.phases), list(self.aside)
         return other
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the evidence that say what is kept, but for losses (see `read_losses`)."""
+        """Return the evidence's fields with the kept steps, except losses (see `read_losses`)."""
         return {
             "step_start": tuple(self.start),
             "step_phases": tuple(map(tuple, self.phases)),
@@ -101,7 +101,7 @@ class KeptSteps:
         }
 
     def _thin_out(self) -> None:
-        """Join groups in pairs; the run's first step, which is like no other, always stays."""
+        """Join groups in pairs, and keep one step of each pair; the run's first step, a special one, always stays."""
         stay = [0, *(first + self._random.getrandbits(1) for first in range(2, len(self.numbers), 2))]
         for index in set(range(len(self.numbers))).difference(stay):
             self.put_aside(self.phases[index])

@@ -1,4 +1,7 @@
-"""How a training waited: for batches, at the starts of epochs, for its GPU; and what less waiting would bring."""
+"""Compute from evidence how long a training waited (for batches, at epoch starts, for its GPU), and the possible gain.
+
+An "ordinary" step is a steady step that does not begin a pass, so the start of workers does not count as its wait.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from hasten.evidence.schema import Evidence, Phase, net_seconds
 from hasten.evidence.weigh import share_of, steady_seconds
 
 PASSING = 0.5e-3
-"""Seconds that a batch costs which a worker made and passed on: 0.55 to 0.75 ms measured here, on both sides."""
-_FULL = 0.95  # share of the cores that is busy in a machine that has none left
+"""Seconds to pass a batch from a worker to the training process; 0.55 to 0.75 ms were measured, both sides together."""
+_FULL = 0.95  # busy share of the cores from which a machine has no core left
 SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "mask", "print", "moved", "blocking_copy", "synchronize")
-"""Events in which the CPU waits until the GPU has done all that was asked of it so far."""
+"""Events in which the CPU waits until the GPU has finished all work launched so far."""
 
 
 @dataclass(frozen=True)
 class EpochStart:
-    """How the passes through a loader begin; means over all passes but the first.
+    """The start of passes through a loader; means over all passes but the first.
 
     Attributes:
-        passes: How many these are.
-        opening: Seconds in `iter(loader)`, in which workers are started.
-        waiting: Seconds from there to the first batch.
-        epoch: Seconds from the start of one pass to that of the next.
+        passes: Number of these passes.
+        opening: Seconds in `iter(loader)`, which starts the workers.
+        waiting: Seconds from the end of `iter(loader)` to the first batch.
+        epoch: Seconds from the start of one pass to the start of the next.
     """
 
     passes: int
@@ -36,57 +39,57 @@ class EpochStart:
 
     @property
     def pause(self) -> float:
-        """Both."""
+        """Seconds from the start of a pass to its first batch."""
         return self.opening + self.waiting
 
 
 def loader_index(evidence: Evidence, loader: LoaderFacts) -> int:
-    """Return which of the evidence's loaders this is."""
-    return next(index for index, one in enumerate(evidence.loaders) if one is loader)
+    """Return the index of a loader in the evidence's `loaders`."""
+    return next(index for index, candidate in enumerate(evidence.loaders) if candidate is loader)
 
 
 def ordinary_steps(evidence: Evidence) -> list[int]:
-    """The steady steps that do not begin a pass; all steady ones where each of them does."""
+    """Return the indices of the steady steps that do not begin a pass; of all steady steps if each begins one."""
     begun = {over.start for over in evidence.passes if over.trained}
     steady = evidence.steady()
     return [step for step in steady if evidence.step_start[step] not in begun] or steady
 
 
 def ordinary_wait(evidence: Evidence) -> float:
-    """Mean seconds that an ordinary step waits for its batch; 0 without steps."""
+    """Return the mean seconds that an ordinary step waits for its batch; 0 without steps."""
     steps = ordinary_steps(evidence)
     return sum(evidence.step_phases[step][Phase.DATA] for step in steps) / len(steps) if steps else 0.0
 
 
 def typical_wait(evidence: Evidence) -> float:
-    """As `ordinary_wait`, but no more than twice its median: without workers a few long waits are somebody else's."""
+    """Return `ordinary_wait`, limited to twice the median: without workers, a few long waits have another cause."""
     waits = [evidence.step_phases[step][Phase.DATA] for step in ordinary_steps(evidence)]
     return min(ordinary_wait(evidence), 2 * statistics.median(waits)) if waits else 0.0
 
 
 def ordinary_seconds(evidence: Evidence) -> float:
-    """Mean seconds of an ordinary step, without validation and checkpoints; 0 without steps."""
+    """Return the mean seconds of an ordinary step, without validation and checkpoints; 0 without steps."""
     steps = ordinary_steps(evidence)
     return sum(net_seconds(evidence.step_phases[step]) for step in steps) / len(steps) if steps else 0.0
 
 
 def data_share(evidence: Evidence) -> float:
-    """Share of the ordinary step that waits for its batch, 0 to 1."""
+    """Return the share of an ordinary step spent waiting for its batch, 0 to 1."""
     step = ordinary_seconds(evidence)
     return min(1.0, ordinary_wait(evidence) / step) if step > 0 else 0.0
 
 
 def stages_of(evidence: Evidence, loader: LoaderFacts) -> Stages | None:
-    """Return where this loader's time goes, if it was sampled and anything was seen."""
+    """Return the sampled stages of a loader; None if it was not sampled, or the samples show no time."""
     index = loader_index(evidence, loader)
-    return next((one for one in evidence.stages if one.loader == index and one.batches and one.seconds > 0), None)
+    return next((row for row in evidence.stages if row.loader == index and row.batches and row.seconds > 0), None)
 
 
 def faster_loading(evidence: Evidence, loader: LoaderFacts, share: float) -> float:
-    """Share of the step that is saved if a batch were made in less time by `share`.
+    """Return the share of the step that would be saved if making a batch took less time by `share`.
 
-    Without workers that is so much of the wait. With workers that are the bottleneck the whole step gets shorter with
-    their work, until only the passing of batches is waited for; they are no bottleneck where little is.
+    Without workers, that share of the wait. With workers that are the bottleneck, the whole step gets shorter in
+    proportion, until the only wait left is for passing batches. Workers are no bottleneck if the wait is below 10 %.
     """
     wait, step = data_share(evidence), ordinary_seconds(evidence)
     if not loader.num_workers:
@@ -95,7 +98,7 @@ def faster_loading(evidence: Evidence, loader: LoaderFacts, share: float) -> flo
 
 
 def mean_during(evidence: Evidence, series: Sequence[float]) -> float | None:
-    """Return the mean of a series of `evidence.used` over the steady steps; None where no sample fell into them."""
+    """Return the mean of a series of `evidence.used` over the steady steps; None if no sample was taken in them."""
     steps = evidence.steady()
     if not steps:
         return None
@@ -106,20 +109,23 @@ def mean_during(evidence: Evidence, series: Sequence[float]) -> float | None:
 
 
 def saturated(evidence: Evidence) -> float | None:
-    """Cores' worth of CPU that the training used, if the machine had none left for it; None if it had, or unknown.
+    """Return the CPU use of the training in cores, if the machine had no core left for it; None if it had, or unknown.
 
-    Others may have taken what the training did not.
+    Other processes may have used the rest of the cores.
     """
     used = mean_during(evidence, evidence.used.cpu)
     if used is None:
         return None
     cores, shares = evidence.machine.cores, evidence.used.cores
-    whole = sum(shares) / len(shares) if shares else 0.0
-    return used if used >= 0.85 * cores or (whole >= _FULL and used >= 0.2 * cores) else None
+    busy = sum(shares) / len(shares) if shares else 0.0
+    return used if used >= 0.85 * cores or (busy >= _FULL and used >= 0.2 * cores) else None
 
 
 def stretch(evidence: Evidence) -> float:
-    """Wall seconds that a second of the training's CPU took at the least, where others filled the machine; else 1."""
+    """Return the wall seconds that a second of the training's CPU time took, at least, on a machine with no core left.
+
+    Return 1 if the machine had free cores.
+    """
     used, shares = mean_during(evidence, evidence.used.cpu), evidence.used.cores
     if not used or not shares or sum(shares) / len(shares) < _FULL:
         return 1.0
@@ -127,7 +133,7 @@ def stretch(evidence: Evidence) -> float:
 
 
 def epoch_start(evidence: Evidence, loader: LoaderFacts) -> EpochStart | None:
-    """Return how passes through this loader begin; None unless a pass began after another was over."""
+    """Return the start of passes through a loader; None if there was only one pass."""
     index = loader_index(evidence, loader)
     passes = [over for over in evidence.passes if over.loader == index and over.batches]
     later = passes[1:]
@@ -140,14 +146,14 @@ def epoch_start(evidence: Evidence, loader: LoaderFacts) -> EpochStart | None:
 
 
 def per_step(evidence: Evidence, events: Iterable[Event]) -> float:
-    """Seconds that these events took per training step."""
+    """Return the seconds of these events per training step."""
     return sum(event.seconds for event in events) / evidence.steps if evidence.steps else 0.0
 
 
 def device_busy(evidence: Evidence) -> float | None:
-    """Share of time in which the GPU computed, 0 to 1; None where nobody saw.
+    """Return the share of time in which the GPU computed, 0 to 1; None if it was not observed.
 
-    The greater of what the profiler saw, under which the CPU is slower, and what NVML saw.
+    It is the greater of the values from the profiler, under which the CPU is slower, and from NVML.
     """
     seen = [evidence.sampled.device_busy] if evidence.sampled and evidence.sampled.device_busy is not None else []
     seen += [busy for gpu in evidence.used.gpus[:1] if (busy := mean_during(evidence, gpu.busy)) is not None]
@@ -160,10 +166,10 @@ def waits_for_gpu(evidence: Evidence) -> list[Event]:
 
 
 def worth_of_waits(evidence: Evidence, events: Sequence[Event]) -> float | None:
-    """Share of the step that is saved if the CPU did not wait for the GPU in these events; None where that is unknown.
+    """Return the share of the step saved if the CPU did not wait for the GPU in these events; None if unknown.
 
-    Waiting for a GPU that is busy costs nothing: a step cannot be shorter than the work of its GPU. So all waits
-    together cannot save more than the time in which the GPU has nothing to do, which is shared out among them.
+    Waiting for a busy GPU costs nothing, since a step cannot be shorter than its GPU's work. So all waits together
+    cannot save more than the GPU's idle time, which is distributed among them.
     """
     busy = device_busy(evidence)
     all_waits = per_step(evidence, waits_for_gpu(evidence))
@@ -174,7 +180,7 @@ def worth_of_waits(evidence: Evidence, events: Sequence[Event]) -> float | None:
 
 
 def in_ms(seconds: float) -> str:
-    """A time in words: "0.42 ms", "13 ms", "1.3 s".
+    """Format a time: "0.42 ms", "13 ms", "1.3 s".
 
     >>> in_ms(0.00042), in_ms(0.0131), in_ms(1.3)
     ('0.42 ms', '13 ms', '1.3 s')

@@ -1,8 +1,9 @@
-"""Carries a script that was written for one device to several: taps of `hasten run --devices N`.
+"""Run a script that was written for one device on several: the taps of `hasten run --devices N`.
 
-Each rank runs the whole script. It gets its share of the batches that are trained on, and after each backward its
-gradients are the mean over all ranks; so weights stay the same everywhere, and what the script does by them as well.
-What cannot be carried ends the run with an error: unlike other taps, these must not be skipped.
+Each rank runs the whole script. Every training batch is split among the ranks, and after each backward the gradients
+are averaged over all ranks. So weights stay identical on all ranks, and with them everything that the script decides by
+them. The ranks meet (a collective that checks that all of them do the same thing) before each joint operation. A script
+that cannot be run this way ends with an error: unlike other taps, these must not be skipped.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class Across:
-    """What one rank of a carried script knows, and does with the others.
+    """One rank's share of the work: splits batches, averages gradients and keeps weights identical across ranks.
 
     Args:
         session: The process's session.
-        options: How the script is carried.
+        options: How the script is run on several devices.
     """
 
     def __init__(self, session: Session, options: RankOptions) -> None:
@@ -62,19 +63,23 @@ class Across:
         self._weights: SameWeights | None = None
         self._fingerprints: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._early: list[torch.Tensor] = []  # parameters of optimizers built before the ranks met
-        self._inside = False  # of a backward
+        self._inside = False  # whether a backward is running
         self._process = os.getpid()
         self._refusal: HastenError | None = None
 
-    # -- the ranks meet, when something is first to be done together -----------------------------------
+    # -- the ranks meet at their first joint operation ------------------------------------------------
 
     @property
     def acts(self) -> bool:
-        """Whether this is the rank's own process: a loader's worker is a fork of it."""
+        """Whether this is the rank's own process, not a DataLoader worker forked from it."""
         return os.getpid() == self._process
 
     def meeting(self) -> Meeting:
-        """The meeting of all ranks; waits for them at the first call."""
+        """Return the meeting of all ranks; the first call waits for every rank.
+
+        Raises:
+            HastenError: The script trains in a thread, or was refused earlier and continued.
+        """
         if self._meeting is None:
             self.joining = True
             try:
@@ -84,24 +89,27 @@ class Across:
             finally:
                 self.joining = False
             self._meeting = Meeting(world)
-            atexit.register(self._end)  # goes before the world's own
+            atexit.register(self._end)  # runs before the world's own handler, which closes the process group
             self._averaging = Averaging(self._meeting)
             self._weights = SameWeights(self._meeting)
             early, self._early = self._early, []
             self.add(early)
         if threading.current_thread() is not threading.main_thread():
             raise self.refuse("the script trains in a thread of its own", "train in the main thread")
-        if self._refusal is not None:  # the script went on after it
+        if self._refusal is not None:  # the script caught the error and continued
             raise self._refusal
         return self._meeting
 
     def _end(self) -> None:
-        """The script is over: if another rank goes on, both hear of it, and none waits for the other."""
+        """Meet the other ranks at the end of the script.
+
+        If another rank still trains, both get an error, instead of waiting for each other forever.
+        """
         if not self.acts or self._meeting is None or has_failed():
             return
         try:
             self._meeting.meet(About.END)
-        except (HastenError, RuntimeError):  # another rank goes on, where it raises in the script, or has failed
+        except (HastenError, RuntimeError):  # another rank still trains (its script gets the error there), or failed
             mark_failed()
             return
         try:
@@ -112,39 +120,39 @@ class Across:
 
     @property
     def world(self) -> World | None:
-        """The ranks; None before they have met."""
+        """The process group of the ranks; None before they have met."""
         return None if self._meeting is None else self._meeting.world
 
     @property
     def averaging(self) -> Averaging:
-        """Of this rank's gradients."""
+        """The averaging of this rank's gradients with the other ranks'."""
         self.meeting()
         assert self._averaging is not None
         return self._averaging
 
     @property
     def weights(self) -> SameWeights:
-        """Keeps them the same."""
+        """The part that keeps weights identical on all ranks."""
         self.meeting()
         assert self._weights is not None
         return self._weights
 
     def refuse(self, what: str, fix: str) -> HastenError:
-        """The error that ends the run, wherever the script goes on after it."""
+        """Return an error to raise, and keep it: if the script catches it, the next joint operation raises it again."""
         self._refusal = HastenError(f"this script cannot be carried to several devices: {what}", fix)
         return self._refusal
 
     # -- what is built ---------------------------------------------------------------------------------
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Parameters that are to be the same on all ranks, and whose gradients are to be averaged."""
+        """Register parameters to keep identical on all ranks, and whose gradients to average."""
         if self._meeting is None:
             self._early += parameters
         else:
             self.weights.late(self.averaging.add(parameters))
 
     def model(self, module: nn.Module) -> None:
-        """An outermost module is about to be called for the first time."""
+        """Send rank 0's weights of a module to all ranks; called before an outermost module's first forward."""
         if not self.acts:
             return
         self._modules[module] = None
@@ -154,32 +162,40 @@ class Across:
         self.weights.spread([*module.parameters(), *module.buffers()])
 
     def loaded(self, module: nn.Module) -> None:
-        """A module's weights were replaced by the script: on all ranks they shall be rank 0's."""
+        """Send rank 0's weights to all ranks again, after the script loaded a module's weights."""
         if self._meeting is not None and self.acts:
             self.weights.late([*module.parameters(), *module.buffers()])
 
     # -- passes and batches ----------------------------------------------------------------------------
 
     def sampler(self, loader: Any, plain: Any) -> Any:
-        """What gives a loader's iterators the order of its batches."""
+        """Return the sampler that gives a loader's iterators this rank's share of each batch.
+
+        The plain sampler is returned in a worker, and for a loader whose batches cannot be shared out.
+        """
         if not self.acts or why_not_shared(loader):
             return plain
         state = loader.__dict__.setdefault("_hasten_across", LoaderState(facts.caller()))
         try:
             samples = len(loader.dataset)
-        except TypeError:  # a sampler of its own knows what there is
+        except TypeError:  # a dataset without `__len__`: the script's own sampler knows its indices
             samples = 0
         per_device = self.options.batch == "per-device"
         size, ahead = int(os.environ["WORLD_SIZE"]), not why_not(plain)
         return SharedBatches(plain, state, self.meeting, self._pass, size, per_device, samples, ahead)
 
     def _pass(self, state: LoaderState, batching: Any) -> Pass:
+        """Start a pass, assuming a validation if gradients are off or every model is in eval mode."""
         models = list(self._modules)
         validates = not torch.is_grad_enabled() or (bool(models) and not any(model.training for model in models))
         return Pass(state, validates, shuffles(batching) and self.optimizers > 0)
 
     def begins(self, loader: Any) -> None:
-        """A pass through a loader begins, on all ranks."""
+        """Check, at the start of a pass, that all ranks start it over the same data, and that weights still agree.
+
+        Raises:
+            HastenError: The dataset differs between ranks.
+        """
         if not self.meeting().meet(About.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset)).same:
             state = loader.__dict__.get("_hasten_across")
             where = f" at {state.where}" if state is not None and state.where else ""
@@ -192,15 +208,16 @@ class Across:
         self.weights.agree(self.averaging.averaged)
 
     def _fingerprint(self, dataset: Any) -> int:
-        """Of a dataset as it was at its first pass."""
+        """Return a dataset's fingerprint, taken at its first pass."""
         known: int | None = None
-        with contextlib.suppress(TypeError):  # a list, say: nothing can hold it weakly
+        with contextlib.suppress(TypeError):  # a list, say, cannot be weakly referenced
             known = self._fingerprints.get(dataset)
             if known is None:
                 known = self._fingerprints[dataset] = fingerprint(dataset)
         return fingerprint(dataset) if known is None else known
 
     def _say(self, state: LoaderState) -> None:
+        """Tell the user, on rank 0, how a loader's batches are shared out."""
         world = self.meeting().world
         if not world.is_zero or self.session.config.quiet:
             return
@@ -221,11 +238,11 @@ class Across:
     # -- backward and step -----------------------------------------------------------------------------
 
     def backward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """torch.autograd.backward, and the mean over the ranks behind it."""
-        if self._inside or not self.acts:  # of activation checkpointing: a backward within a backward
+        """Run torch.autograd.backward, then average the gradients over the ranks."""
+        if self._inside or not self.acts:  # activation checkpointing runs a backward inside the backward
             return plain(*args, **kwargs)
         self._fits()
-        while self.fed.untold:  # said once their model is known
+        while self.fed.untold:  # not before: the message depends on the models, which are known by now
             self._say(self.fed.untold.pop())
         if not self.backwards:
             self._look_at_loss(args[0] if args else kwargs.get("tensors"))
@@ -246,12 +263,16 @@ class Across:
         if recorder is not None and recorder.resting is None:
             seconds = perf_counter() - start
             recorder.add(Phase.SYNC, seconds)
-            recorder.add(Phase.BACKWARD, -seconds)  # within which it lies
+            recorder.add(Phase.BACKWARD, -seconds)  # the backward's tap, which runs around this, counts it as well
         self.backwards += 1
         return result
 
     def _fits(self) -> None:
-        """Whether the backward that comes is of batches that are shared out."""
+        """Check that the coming backward is of batches that are shared out.
+
+        Raises:
+            HastenError: No DataLoader gave a batch yet, or the batches cannot be shared out.
+        """
         if not self.fed.given:
             raise self.refuse(
                 f"{facts.caller()} calls backward before any DataLoader gave a batch",
@@ -262,22 +283,29 @@ class Across:
             raise self.refuse(f"it trains on batches that cannot be shared out: {why}", _TORCHRUN)
 
     def _look_at_loss(self, loss: Any) -> None:
-        """Whether the loss is a mean over the batch, as far as can be seen."""
-        one = loss[0] if isinstance(loss, list | tuple) and loss else loss
-        what = sum_over_batch(one, int(self.fed.samples)) if self.options.batch == "global" else ""
+        """Check that the loss does not sum over the batch: averaged gradients would then be too small.
+
+        A loss function with `reduction="sum"` is refused; a loss that only looks like a sum gets a warning.
+        """
+        root = loss[0] if isinstance(loss, list | tuple) and loss else loss
+        hint = sum_over_batch(root, int(self.fed.samples)) if self.options.batch == "global" else ""
         fix = "make it a mean (and the rate the number of samples times as large), or train with --batch per-device"
-        if "reduction" in what:
+        if "reduction" in hint:
             raise self.refuse(
-                f"its loss is a sum over the batch ({what}, {facts.caller()}), of which ranks see parts", fix
+                f"its loss is a sum over the batch ({hint}, {facts.caller()}), of which ranks see parts", fix
             )
-        if what and self.meeting().world.is_zero:
+        if hint and self.meeting().world.is_zero:
             messages.tell(
-                f"hasten: the loss at {facts.caller()} looks like a sum over the batch ({what}): the ranks' gradients "
+                f"hasten: the loss at {facts.caller()} looks like a sum over the batch ({hint}): the ranks' gradients "
                 f"are averaged, so it would be too small; {fix}"
             )
 
     def steps(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+        """Check, before an optimizer steps, that its gradients come from a finished backward.
+
+        Raises:
+            HastenError: It steps inside a backward, or its gradients were not made by one.
+        """
         if not self.acts:
             return
         if self._inside:
@@ -286,16 +314,16 @@ class Across:
             raise self.refuse("its gradients do not come from backward()", _TORCHRUN)
 
     def gradients_asked(self, inputs: Any) -> None:
-        """torch.autograd.grad is about to give gradients past `.grad`."""
-        asked = inputs if isinstance(inputs, list | tuple) else (inputs,)
+        """Refuse torch.autograd.grad for parameters: it bypasses `.grad`, so its gradients would not be averaged."""
+        tensors = inputs if isinstance(inputs, list | tuple) else (inputs,)
         if self._averaging is not None and not self._inside and self.acts:
-            if any(isinstance(one, torch.Tensor) and self._averaging.knows(one) for one in asked):
+            if any(isinstance(tensor, torch.Tensor) and self._averaging.knows(tensor) for tensor in tensors):
                 raise self.refuse(
                     f"{facts.caller()} takes gradients of parameters by torch.autograd.grad, past `.grad`", _TORCHRUN
                 )
 
     def metric(self, value: Any) -> Any:
-        """Rank 0's metric for a schedule, which may be the loss of its own share."""
+        """Return rank 0's value of a metric for a schedule; it may be the loss of rank 0's own share."""
         meeting = self.meeting()
         meeting.meet(About.METRIC, at=self.fed.given)
         return meeting.world.broadcast(float(value))

@@ -1,4 +1,8 @@
-"""Calls back when a module has been imported, without importing it."""
+"""Call a function once a module has been imported, without importing it.
+
+A finder placed first in `sys.meta_path` finds the module through the finders after it, and wraps its loader's
+`exec_module`, so that the callback runs when the module was executed. Modules are executed with garbage collection off.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` once the module has been imported: now, if it was already."""
+    """Call `then` once a module has been imported: immediately if it already was."""
     if name in sys.modules:
         then()
     else:
@@ -26,7 +30,7 @@ def after_import(name: str, then: Callable[[], None]) -> None:
 
 
 def once_imported(session: Session, name: str, what: str, then: Callable[[Any], None]) -> None:
-    """Call `then` with a module once it has been imported; what goes wrong in it is skipped and named by `what`."""
+    """Call `then` with a module once it has been imported; an error in `then` is recorded as skipped, under `what`."""
 
     def imported() -> None:
         with session.run.guard(what):
@@ -36,15 +40,15 @@ def once_imported(session: Session, name: str, what: str, then: Callable[[Any], 
 
 
 def import_without_collections() -> None:
-    """Keep the garbage collector from what torch brings: 1.1 s less CPU a training, of 3.9 s where nothing is trained.
+    """Exclude torch's objects from garbage collection: saves 1.1 s of CPU per training (of 3.9 s if it trains nothing).
 
-    All of it stays for as long as the process does, but collections would go over it while it is imported, in the
-    training, and when Python ends. What torch._dynamo brings, which the first optimizer imports, is not frozen: by that
-    time the script has objects of its own, which a collection must reach.
+    These objects live as long as the process, but collections would traverse them during the import, in the training
+    and when Python exits. torch._dynamo's objects are not frozen: the first optimizer imports it, and by then the
+    script has objects of its own, which a collection must reach.
     """
     if "torch" not in sys.modules:
         after_import("torch", gc.freeze)
-    after_import("torch._dynamo", lambda: None)
+    after_import("torch._dynamo", lambda: None)  # nothing to call: `_Finder` turns collection off during its import
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def _no_collections() -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module by the finders behind it, and calls back when it has been executed."""
+    """A meta path finder that finds one module by the finders after it, and calls `then` once it was executed."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name
@@ -68,10 +72,11 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, its loader replaced by one that calls back."""
+        """Return the module's own spec, with its loader's `exec_module` wrapped."""
         if fullname != self.name or self not in sys.meta_path:
             return None
-        # A spec that is only looked at (`find_spec("torch")` asks whether torch is there) leaves the finder in place.
+        # The finder stays in `sys.meta_path` until the module is executed: a spec may only be looked at, as by
+        # `importlib.util.find_spec("torch")`, which asks whether torch is installed.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
@@ -95,5 +100,5 @@ class _Finder(importlib.abc.MetaPathFinder):
     def _tell(self) -> None:
         try:
             self.then()
-        except Exception as error:  # the script goes on as if hasten were not there
+        except Exception as error:  # the script continues as if hasten were absent
             messages.tell(f"hasten: its taps could not be set, the script runs without them: {error!r}")

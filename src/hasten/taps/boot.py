@@ -1,4 +1,4 @@
-"""Starts the taps in this process, as soon as the script imports torch. Nothing here imports torch itself."""
+"""Start the taps in this process once the script imports torch. Nothing here imports torch itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hasten.taps.tracebacks import describe, hide_our_frames
 
 
 def boot() -> None:
-    """Read what this process was told, guard its writes if it is a trial, and wait for torch."""
+    """Read this process's configuration, redirect its writes if it is a trial, and wait for torch to be imported."""
     config = RunConfig.from_json(os.environ[VARIABLE])
     if config.trial is not None:
         from hasten.taps.sandbox import confine
 
-        # What a check's processes leave for each other lies outside what the script sees as its own files.
+        # The two processes of a check exchange data in these folders, which the sandbox must not redirect.
         confine(config.trial.scratch, () if config.witness is None else config.witness.folders())
         from hasten.taps.seeds import fix_seeds
 
@@ -36,7 +36,7 @@ def boot() -> None:
 
         config = begin(config, config.ranks)
     import_without_collections()
-    # The doctor says what the script costs as it is: a `gc.collect()` walks through torch._dynamo, too.
+    # Doctor measures the script's cost without hasten, where a `gc.collect()` also traverses torch._dynamo's objects.
     if config.doctor is None:
         optimizers_without_dynamo()
 
@@ -48,7 +48,7 @@ def boot() -> None:
         except Exception as error:
             if config.ranks is None:
                 raise
-            # Without its taps each rank would train by itself, and all of them write the same files.
+            # Without taps each rank would train alone on all batches, and all ranks would write the same files.
             messages.tell(f"hasten: a rank cannot be set up, so it ends: {error!r}")
             os._exit(1)
 
@@ -56,10 +56,10 @@ def boot() -> None:
 
 
 def _note_an_early_end(path: str) -> None:
-    """Leave the error that ends a script before it imports torch (and so before it could leave evidence)."""
+    """Write the error to `path` if the script ends in one before it imports torch, so before evidence is recorded."""
     show = sys.excepthook
 
-    def noted(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def note_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if "torch" not in sys.modules:
             try:
                 with open(path, "w") as file:
@@ -68,4 +68,4 @@ def _note_an_early_end(path: str) -> None:
                 messages.tell(f"hasten: could not note how the script ended: {refused}")
         show(kind, error, traceback)
 
-    sys.excepthook = noted
+    sys.excepthook = note_and_show

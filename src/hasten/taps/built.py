@@ -1,4 +1,8 @@
-"""Objects that a script has built: its loaders, models and optimizers, as the evidence has them."""
+"""Collect the facts of a script's loaders, models and optimizers for the evidence.
+
+Optimizers and models may be deleted before the evidence is written (when they are locals of a function), so their facts
+are also read at the first and the tenth step.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
 
-_SECOND_LOOK = 10  # steps after which what was built is looked at again: it may be gone when the script is over
+_SECOND_LOOK = 10  # steps after which facts are read a second time
 
 
 class Built:
-    """Reads what was built, and remembers optimizers that were built within a function.
+    """Reads facts of loaders, models and optimizers, and remembers those of optimizers that are deleted later.
 
     Args:
-        session: The process's session, which knows loaders, models and optimizers.
+        session: The process's session, which holds weak references to loaders, models and optimizers.
     """
 
     def __init__(self, session: Session) -> None:
@@ -31,7 +35,12 @@ class Built:
         self._trains_in = threading.get_ident()  # the thread that makes the steps
 
     def facts(self, recorder: Recorder, ask: bool = False) -> dict[str, Any]:
-        """Return what the script has built so far; `ask`: ask datasets what of them repeats itself."""
+        """Return the facts of the loaders, models and optimizers built so far.
+
+        Args:
+            recorder: The recorder of the steps, which knows the loaders' roles and the optimizers' steps.
+            ask: Whether to probe map-style datasets for samples that repeat between passes (and so could be cached).
+        """
         session, roles = self._session, recorder.roles()
         watched, optimizers = list(session.run.models.values()), list(session.optimizers.items())
         return {
@@ -46,23 +55,23 @@ class Built:
         }
 
     def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
-        """The facts of an optimizer; of one that is gone, as it was when it was looked at, if it was."""
+        """Return an optimizer's facts; for a deleted optimizer those read earlier, or None if there are none."""
         rates = self._session.rates.get(key)
         rates = rates if rates and rates.held is held else None
         steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
         if optimizer is not None:
             return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), rates)
         seen, facts = self._seen.get(key, (None, None))
-        if seen is not held or facts is None:
+        if seen is not held or facts is None:  # `key` is an id, which may since belong to another optimizer
             return None
-        kept: OptimizerFacts = dataclasses.replace(facts, steps=steps)
-        return dataclasses.replace(kept, schedule=rates.schedule, rates=tuple(rates.rates)) if rates else kept
+        current: OptimizerFacts = dataclasses.replace(facts, steps=steps)
+        return dataclasses.replace(current, schedule=rates.schedule, rates=tuple(rates.rates)) if rates else current
 
     def _why_not_fusable(self, key: int, optimizer: Any) -> str:
-        """Why this optimizer has no fused kernel, or "".
+        """Return why this optimizer cannot use a fused kernel, or "".
 
-        Gradients are read in the thread that trains only: autograd sets them without Python's lock, and who reads one
-        just then from another thread (the live file's, the clock's) reads freed memory.
+        Gradients are read only in the thread that trains. Autograd sets them without holding the GIL, so another
+        thread (the live file's or the clock's) could read freed memory.
         """
         if threading.get_ident() == self._trains_in:
             return _why_not(optimizer)
@@ -70,9 +79,9 @@ class Built:
         return why_not_fusable(optimizer) if seen is None else str(seen.why_not_fusable)
 
     def look(self, steps: int) -> int:
-        """So many steps are over: remember what there is, which may be gone when the evidence is written."""
+        """Read the facts of what exists now; return the step to be called at next. Called at the end of a step."""
         self._trains_in = threading.get_ident()
-        with self._session.run.guard("looking at what was built"):  # an optimizer or a module like no other
+        with self._session.run.guard("looking at what was built"):  # unusual optimizers or modules may raise
             for watch in list(self._session.run.models.values()):
                 watch.facts()
             for key, (held, where) in list(self._session.optimizers.items()):
@@ -89,7 +98,7 @@ class Built:
 
 
 def _why_not(optimizer: Any) -> str:
-    """Call it in the thread that trains."""
+    """Return why an optimizer cannot use a fused kernel, or "". Call it in the thread that trains."""
     if any(p.grad is not None and p.grad.is_sparse for g in optimizer.param_groups for p in g["params"]):
         return "its gradients are sparse"
     return why_not_fusable(optimizer)

@@ -1,4 +1,4 @@
-"""The configuration that hasten hands to a process it starts, in the variable HASTEN_RUN. No torch."""
+"""The configuration that hasten passes to the processes it starts, as JSON in the variable HASTEN_RUN. No torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SITE = Path(__file__).resolve().parent / "site"
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """How a trial is bounded.
+    """The limits of a trial.
 
     Attributes:
         batches: Batches after which every loader ends its pass; later passes repeat the same batches.
-        epochs: Passes through the training loader.
-        steps: Steps of a script that trains without a DataLoader.
-        seconds: Time after which the trial ends, once it has something to measure.
-        seed: 0 keeps the script's own seeds; another number shifts them all.
-        scratch: Folder into which everything goes that the script writes.
-        probe: Ask the datasets what repeats itself before the process ends.
-        cut: Whether passes are cut at all.
+        epochs: Passes through the training loader after which the trial ends.
+        steps: Steps after which a script without a DataLoader ends.
+        seconds: Seconds after which the trial ends, once it has something to measure.
+        seed: 0 keeps the script's own seeds; any other number shifts them all.
+        scratch: Folder into which everything is redirected that the script writes.
+        probe: Whether to probe the datasets for repeating samples before the process ends.
+        cut: Whether to cut passes at all.
         pass_seconds: Seconds after which a loader's first pass ends before `batches`; 0.0: never.
         at_least: Seconds of training before `epochs` ends the trial.
-        most_seconds: Seconds from the first step on after which the trial ends, also in an evaluation between passes,
+        most_seconds: Seconds from the first step on after which the trial ends, even in an evaluation between passes,
             once it has a few steps; 0.0: never.
     """
 
@@ -55,23 +55,23 @@ class TrialOptions:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """How closely `doctor` listens, and when it has heard enough.
+    """How closely `doctor` observes a run, and when it ends the run.
 
     Attributes:
         steps: Training steps after which the process ends; 0: never.
         seconds: Seconds from the start after which it ends, however far it got; 0: never.
         epochs: Passes through the training loader after which it ends; 0: never.
-        at_least: Seconds of training before `steps` ends it, so that quick steps are seen for long enough.
-        listener: Process id of the doctor: it ends launchers and other ranks once the evidence is there.
-        scratch: Folder into which everything goes that the script writes; "": nothing is redirected.
-        sample: Look into a few steps with torch's profiler and hooks on every layer.
+        at_least: Seconds of training before `steps` ends the process, so that fast steps are observed long enough.
+        listener: Process id of the doctor, which ends launchers and other ranks once the evidence is written.
+        scratch: Folder into which everything is redirected that the script writes; "": nothing is redirected.
+        sample: Whether to look into a few steps with torch's profiler and hooks on every layer.
         trace: Where to write a Chrome trace of those steps; "": nowhere.
-        trying: Seconds for switching on and off what may help, once `steps` are over; 0: nothing is. Only where what
-            the script writes is redirected.
+        trying: Seconds for switching promising techniques on and off once `steps` are over; 0: none is tried. Needs
+            `scratch`.
         bench_seconds: Seconds for measuring the training loader alone, in place of training; 0: the script trains.
-        bench_flame: Look into one of its workers with py-spy.
-        switched: Techniques that may be switched on and off in that time, with their settings.
-        observers: Modules whose `install(session)` listens beside the taps, each by its full name.
+        bench_flame: Whether to profile one of that loader's workers with py-spy.
+        switched: Techniques that may be switched on and off during `trying`, with their settings.
+        observers: Full names of modules whose `install(session)` adds observers to the taps.
     """
 
     steps: int = 200
@@ -90,26 +90,26 @@ class DoctorOptions:
 
     @property
     def longest(self) -> float:
-        """Seconds within which the process ends by itself; 0: it is not bounded."""
-        # A bench is given up at three times its own time and a minute, from the script's first backward on.
+        """Seconds within which the process ends without being killed; 0: it is not bounded."""
+        # A bench starts at the script's first backward, and gives up after three times its own time plus a minute.
         return self.seconds + (3 * self.bench_seconds + 60 if self.bench_seconds else 0) if self.seconds else 0.0
 
     @property
     def tries(self) -> bool:
-        """Whether anything is switched in the run: never in one that a person goes on with."""
+        """Whether techniques are switched in the run: never in a run whose results the user keeps."""
         return bool(self.trying > 0 and self.steps and self.scratch and self.sample)
 
 
 @dataclass(frozen=True)
 class RankOptions:
-    """How a script that was written for one device is carried to several, one process each.
+    """How a script that was written for one device runs on several, one process each.
 
     Attributes:
-        launcher: Process id of the launcher on this machine: its children are the ranks.
-        folder: Where ranks leave what the launcher shall tell, and what ranks other than 0 write.
-        batch: "global": ranks share each of the script's batches; "per-device": each takes one of its own.
-        gpus: By local rank, what CUDA_VISIBLE_DEVICES shall be; (): the script trains on the CPU.
-        began: When the launcher began, in seconds since 1970.
+        launcher: Process id of the launcher on this machine; its children are the ranks.
+        folder: Folder for the ranks' notes to the launcher, and for everything that ranks other than 0 write.
+        batch: "global": ranks share each of the script's batches; "per-device": each rank takes a whole batch.
+        gpus: The value of CUDA_VISIBLE_DEVICES by local rank; (): the script trains on the CPU.
+        began: When the launcher started, in seconds since 1970.
     """
 
     launcher: int
@@ -119,26 +119,26 @@ class RankOptions:
     began: float = 0.0
 
     def is_rank(self) -> bool:
-        """Whether this process is a rank, and not something that a rank has started."""
+        """Return whether this process is a rank, not a process that a rank started."""
         return os.getppid() == self.launcher and "RANK" in os.environ
 
     def seed(self) -> int:
-        """A seed that is the same on all ranks, and another one in another run."""
+        """Return a seed that is the same on all ranks of a run, and differs between runs."""
         words = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
         return zlib.crc32(":".join(words).encode())
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The plan to install, and what to leave behind.
+    """The techniques to install, the files to write, and how the process is observed.
 
     Attributes:
-        former: `files.mark_of` the evidence of an earlier run that lies there; "": none did.
-        live: File that is rewritten about once a second while the training goes on, for `hasten watch`; "": none.
-        witness: How `hasten check` looks at the training; None: it does not.
-        warm: How techniques are tried while the training runs; None: they are not, `techniques` are on throughout.
-        auto: How the run itself is tuned while it goes on; None: it is not.
-        ranks: How the script is carried to several devices; None: it is not.
+        former: `files.mark_of` of an earlier run's evidence at the path `evidence`; "": there was none.
+        live: File for `hasten watch`, rewritten about once a second during the training; "": none.
+        witness: How `hasten check` observes the training; None: it does not.
+        warm: How techniques are tried while the training runs; None: `techniques` are on throughout.
+        auto: How the run is tuned while it trains; None: it is not.
+        ranks: How the script runs on several devices; None: it runs on its own.
     """
 
     techniques: dict[str, Setting] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Read what `environment` put into the variable."""
+        """Read the JSON that `environment` wrote into the variable."""
         data = tuples(json.loads(text))
         kinds: dict[str, Callable[..., Any]] = {
             "trial": TrialOptions,
@@ -170,7 +170,7 @@ class RunConfig:
 
 
 def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
-    """The environment in which taps start: `base` with the variable, the site folder, and what techniques set."""
+    """Return the environment in which taps start: `base`, HASTEN_RUN, the site folder and the techniques' changes."""
     env = dict(base)
     for technique in build(config.techniques, CATALOGUE):
         technique.environment(env)
@@ -182,8 +182,11 @@ def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:
 
 
 def _for_switching(warm: OnlineOptions, env: dict[str, str]) -> None:
-    """Set what compiling needs in the environment; the rest is switched, or would change the script as it is too."""
-    for one in warm.candidates:
-        technique = CATALOGUE[one.name]
-        if technique.liveness_of(one.setting) is Liveness.LAST:
-            technique(one.setting).environment(env)
+    """Set the variables that candidates of liveness LAST (compiling) need before the process starts.
+
+    Other candidates' variables are left out: they would also change the baseline that these are measured against.
+    """
+    for candidate in warm.candidates:
+        technique = CATALOGUE[candidate.name]
+        if technique.liveness_of(candidate.setting) is Liveness.LAST:
+            technique(candidate.setting).environment(env)

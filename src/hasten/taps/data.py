@@ -1,4 +1,4 @@
-"""Taps on DataLoaders: what they are built with, when batches are waited for, where a trial cuts a pass."""
+"""Taps on DataLoaders: apply techniques to them, record their facts and the waits for batches, cut a trial's passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import tap
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
-_LEAST_BATCHES = 6  # of a pass that a trial cuts short by time
+_LEAST_BATCHES = 6  # fewest batches of a pass that a trial cuts by time
 
 
 def install(session: Session) -> None:
@@ -29,7 +29,7 @@ def install(session: Session) -> None:
     _tap_class(room.DataLoader, session)
     _tap_fetcher(room, session)
     _tap_iterator(room._BaseDataLoaderIter, session)
-    # Its iterators ask torch's own `__next__`, which is tapped.
+    # Only the class is tapped: its iterators get batches by torch's `_BaseDataLoaderIter.__next__`, tapped above.
     once_imported(
         session, STATEFUL, "tap StatefulDataLoader", lambda room: _tap_class(room.StatefulDataLoader, session)
     )
@@ -47,7 +47,7 @@ def _tap_class(kind: Any, session: Session) -> None:
 def _building(build: Any, signature: inspect.Signature, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = wanted = None
-        with session.run.guard("tap DataLoader"):  # wrong arguments: the loader itself says so best
+        with session.run.guard("tap DataLoader"):  # wrong arguments fail in `bind`; `build` below says so better
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
             options = {name: value for name, value in bound.arguments.items() if name != "self"}
@@ -57,10 +57,11 @@ def _building(build: Any, signature: inspect.Signature, session: Session) -> Any
             try:
                 build(self, **wanted)
                 built = True
-            except Exception as error:  # what hasten chose does not suit this loader: back to what the script chose
+            # The techniques' arguments do not suit this loader (a subclass may check them): use the script's own.
+            except Exception as error:
                 session.run.skip("DataLoader options", error)
                 wanted = options
-        if not built:  # outside the handlers, so that an error of its own is shown alone
+        if not built:  # outside the `except` block: an error here must not show as raised while handling another
             build(self, *args, **kwargs)
         if options is None or wanted is None:
             return None
@@ -74,12 +75,13 @@ def _building(build: Any, signature: inspect.Signature, session: Session) -> Any
 def _register(loader: Any, options: dict[str, Any], session: Session) -> None:
     if session.run.recorder is None or "_hasten_index" in loader.__dict__:
         return
-    with session.run.guard("facts of a DataLoader"):  # facts are a convenience; the script goes on without them
+    with session.run.guard("facts of a DataLoader"):  # unusual subclasses may raise; the script continues without facts
         session.loaders.append(BuiltLoader(weakref.ref(loader), facts.loader_facts(loader, options, facts.caller())))
         loader.__dict__["_hasten_index"] = len(session.loaders) - 1
     benches = session.config.doctor is not None and session.config.doctor.bench_seconds
     if benches or (session.trial is not None and session.trial.probe):
-        session.kept_loaders.append(loader)  # alive until they are measured; `for batch in DataLoader(...)` keeps none
+        # Keep the loader alive until it is measured: `for batch in DataLoader(...)` holds no reference to it.
+        session.kept_loaders.append(loader)
 
 
 def _beginning(begin: Any, session: Session) -> Any:
@@ -105,6 +107,7 @@ def _beginning(begin: Any, session: Session) -> Any:
 
 
 def _making_samples(make: Any, session: Session) -> Any:
+    """Mark calls of `make` as sample making, so that a dataset's own modules do not count as the model's forwards."""
     from hasten.data.making_samples import makes_samples
 
     return makes_samples(make) if hears_forwards(session) else make
@@ -119,9 +122,10 @@ def _tap_iterator(kind: Any, session: Session) -> None:
     def fetch(iterator: Any) -> Any:
         wrapped = iterator.__dict__.get("_hasten_fetch")
         if wrapped is None:
-            # By a weak reference: a pass that is left is over at once, as without, and its workers end.
-            own = functools.partial(_next_of, weakref.ref(iterator), plain)
-            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(own, iterator)
+            # A weak reference: a strong one would be a cycle, and the workers of a pass that the script leaves by
+            # `break` would live until the garbage collector runs.
+            own_fetch = functools.partial(_next_of, weakref.ref(iterator), plain)
+            wrapped = iterator.__dict__["_hasten_fetch"] = run.batches(own_fetch, iterator)
         return wrapped()
 
     give = fetch if changes else plain
@@ -136,11 +140,12 @@ def _tap_iterator(kind: Any, session: Session) -> None:
         recorder = run.recorder
         if recorder is None:
             return give(self)
+        # The recorder rests in steps of a long run that are not kept: such a batch is only counted.
         if (resting := recorder.resting) is not None and resting.rest and resting.iterator() is self:
             resting.rest -= 1
             try:
                 return give(self)
-            except BaseException as error:  # no batch came
+            except BaseException as error:  # no batch came: undo the count
                 resting.rest += 1
                 if isinstance(error, StopIteration):
                     recorder.exhausted(self, recorder.now())
@@ -157,11 +162,11 @@ def _tap_iterator(kind: Any, session: Session) -> None:
             recorder.exhausted(self, now())
             raise
         recorder.got(self, start, now())
-        known = loaders[loader]
-        if known.look_in:
-            known.look_in -= 1
+        built = loaders[loader]
+        if built.look_in:
+            built.look_in -= 1
         else:
-            _look(session, loader, known, batch)
+            _look(session, loader, built, batch)
         return batch
 
     tap(kind, "__next__", lambda _: __next__)
@@ -172,36 +177,37 @@ def _next_of(iterator: weakref.ref[Any], plain: Any) -> Any:
 
 
 def _going_on(give: Any, session: Session) -> Any:
-    """In a process that is tuned: when a shortened pass is over, the same batches again, for as long as the whole one.
+    """Repeat a shortened pass in a process that is tuned, until it has as many batches as the full pass.
 
-    Each time by an iterator of its own, as in a pass of its own, which is when workers and caches can be switched.
+    Each repetition uses a new iterator, like a new pass, because workers and caches are switched when a pass begins.
     """
 
     def give_or_go_on(iterator: Any) -> Any:
-        known = iterator.__dict__
+        state = iterator.__dict__
         try:
-            return give(known.get("_hasten_inner", iterator))
+            return give(state.get("_hasten_inner", iterator))
         except StopIteration:
             driver, recorder = session.driver, session.run.recorder
-            begin = known.get("_hasten_begin")
+            begin = state.get("_hasten_begin")
             if driver is None or recorder is None or begin is None or recorder.current.iterator() is not iterator:
                 raise
-            whole = facts.length_of(begin.args[0])
-            if not whole or not driver.goes_on(recorder.current, whole):
+            full_length = facts.length_of(begin.args[0])
+            if not full_length or not driver.goes_on(recorder.current, full_length):
                 raise
-        known["_hasten_inner"] = begin()  # outside the handler: errors are then the script's own
-        return give(known["_hasten_inner"])
+        # Outside the `except` block: the script's errors must not show as raised while handling StopIteration.
+        state["_hasten_inner"] = begin()
+        return give(state["_hasten_inner"])
 
     return give_or_go_on
 
 
-def _look(session: Session, index: int, known: BuiltLoader, batch: Any) -> None:
-    """Look at a loader's batch, which was due."""
-    with session.run.guard("looking at a batch"):  # a batch like no other
-        if not known.batch_bytes:
-            known.batch_bytes = 1  # should it be a batch like no other
-            known.batch_bytes = facts.batch_bytes(batch)
-        known.look_in = min((told(index, batch) for told in session.on_batch), default=NEVER)
+def _look(session: Session, index: int, built: BuiltLoader, batch: Any) -> None:
+    """Show a batch to the `on_batch` callbacks; they return how many batches to skip until the next call."""
+    with session.run.guard("looking at a batch"):  # unusual batches may raise
+        if not built.batch_bytes:
+            built.batch_bytes = 1  # stays if measuring raises, so that it is not tried with every batch
+            built.batch_bytes = facts.batch_bytes(batch)
+        built.look_in = min((look(index, batch) for look in session.on_batch), default=NEVER)
 
 
 def _tap_fetcher(room: Any, session: Session) -> None:
@@ -218,20 +224,20 @@ def _tap_fetcher(room: Any, session: Session) -> None:
 
 
 def _tap_sampler(kind: Any, trial: TrialOptions) -> None:
-    """In a trial: let every pass end early, and repeat the first pass's batches in later ones."""
-    whole = kind._index_sampler.fget
-    kept: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-    cut = property(lambda loader: _CutSampler(whole(loader), trial, kept.setdefault(loader, [])))
+    """Make every pass of a trial end early, and later passes repeat the first one's batches."""
+    full_sampler = kind._index_sampler.fget
+    first_passes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+    cut = property(lambda loader: _CutSampler(full_sampler(loader), trial, first_passes.setdefault(loader, [])))
     kind._index_sampler = cut
 
 
 class _CutSampler:
-    """A sampler of which only the first indices are seen, the same ones in every pass."""
+    """A sampler that ends after the first indices, and gives the same ones in every pass."""
 
-    def __init__(self, sampler: Any, trial: TrialOptions, kept: list[Any]) -> None:
+    def __init__(self, sampler: Any, trial: TrialOptions, first_pass: list[Any]) -> None:
         self._sampler = self.hasten_whole = sampler
         self._trial = trial
-        self._kept = kept
+        self._first_pass = first_pass
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -241,16 +247,16 @@ class _CutSampler:
 
     def __iter__(self) -> Iterator[Any]:
         real = iter(self._sampler)
-        if self._kept:
-            next(real, None)  # draws from the random state what a pass draws
-            yield from self._kept
+        if self._first_pass:
+            next(real, None)  # a shuffling sampler draws its seed here: keep the script's RNG state as in a real pass
+            yield from self._first_pass
             return
         until = math.inf
         for _, index in zip(range(self._trial.batches), real, strict=False):
-            number = len(self._kept)
+            number = len(self._first_pass)
             if number == 1 and self._trial.pass_seconds:
                 until = perf_counter() + self._trial.pass_seconds  # the first batch may wait for workers to start
             if number >= _LEAST_BATCHES and perf_counter() > until:
                 return
-            self._kept.append(index)
+            self._first_pass.append(index)
             yield index

@@ -1,4 +1,4 @@
-"""The Run of a process, made of what it was told, and the evidence, made of what it did."""
+"""Build a process's Run from its configuration, and its evidence from what was recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.techniques import CATALOGUE, build
 
 
 def gather(session: Session, recorder: Recorder, built: dict[str, Any]) -> Evidence:
-    """Return what a recorder holds, which is closed, with what the script has `built` and what observers saw."""
+    """Return the evidence of a closed recorder, with the facts of `built` objects and what observers saw."""
     config, run = session.config, session.run
     return Evidence(
         command=config.command,
@@ -33,7 +33,7 @@ def gather(session: Session, recorder: Recorder, built: dict[str, Any]) -> Evide
 
 
 def _observed(session: Session) -> dict[str, Any]:
-    """Return what the observers saw; where two fill the same field, one after the other."""
+    """Return the fields of the evidence that observers filled; tuples for the same field are concatenated."""
     seen: dict[str, Any] = {}
     for observer in session.observers:
         with session.run.guard(f"what {type(observer).__name__} saw"):
@@ -43,7 +43,7 @@ def _observed(session: Session) -> dict[str, Any]:
 
 
 def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
-    """The Run of this process: techniques on throughout, or switched while it goes on."""
+    """Return this process's Run: a Switchboard if techniques are switched while it trains, else a plain Run."""
     if config.auto is not None:
         from hasten.online.rank_sync import board_of
 
@@ -52,4 +52,4 @@ def run_of(config: RunConfig, recorder: Recorder | None) -> Run:
         return Switchboard(build(config.doctor.switched, CATALOGUE), recorder)
     if config.warm is None:
         return Run(build(config.techniques, CATALOGUE), recorder)
-    return Switchboard([CATALOGUE[one.name](one.setting) for one in config.warm.candidates], recorder)
+    return Switchboard([CATALOGUE[choice.name](choice.setting) for choice in config.warm.candidates], recorder)

@@ -1,4 +1,8 @@
-"""Which batches feed the backward that comes, of a script that is carried to several devices."""
+"""Track which batches feed the next backward of a script that runs on several devices.
+
+Only batches that are trained on matter for averaging gradients. A pass that ends without a backward in it was a
+validation or a look at the data, and is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -10,67 +14,74 @@ from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches
 
 
 class Unshared:
-    """A pass through a loader whose batches cannot be shared out, and why."""
+    """A pass through a loader whose batches cannot be shared out among ranks.
+
+    Attributes:
+        why: Why not.
+    """
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
 class Fed:
-    """The batches that a rank was given.
+    """The batches that loaders gave to this rank.
 
     Attributes:
-        given: Batches so far, of all loaders.
-        samples: Of the batch trained on: this rank's.
-        all_samples: Of the batch trained on: all ranks'.
-        untold: Loaders that are shared out, of which nothing was said yet; a script may build one for each epoch.
+        given: Number of batches so far, from all loaders.
+        samples: This rank's samples in the batch that is trained on.
+        all_samples: All ranks' samples in the batch that is trained on.
+        untold: Loaders that are shared out and were not announced to the user yet. A loader that the script rebuilds at
+            the same line, say for each epoch, is announced once.
     """
 
     def __init__(self) -> None:
         self.given = 0
         self.samples, self.all_samples = 1.0, 0
         self.untold: list[LoaderState] = []
-        self._told: set[str] = set()
-        self._since: dict[Pass | Unshared, int] = {}  # passes that gave a batch since the last backward -> how many
+        self._announced: set[str] = set()  # `file:line` of loaders
+        self._since: dict[Pass | Unshared, int] = {}  # pass -> number of batches that it gave since the last backward
 
     def gave(self, iterator: Any) -> None:
-        """A loader gave its next batch."""
+        """Count a batch that a loader just gave."""
         self.given += 1
-        one = _pass_of(iterator)
-        self._since[one] = self._since.get(one, 0) + 1
-        if isinstance(one, Unshared):
+        current = _pass_of(iterator)
+        self._since[current] = self._since.get(current, 0) + 1
+        if isinstance(current, Unshared):
             return
-        one.gives()
-        if one.shared and one.state.where not in self._told:
-            self._told.add(one.state.where)
-            self.untold.append(one.state)
+        current.gives()
+        if current.shared and current.state.where not in self._announced:
+            self._announced.add(current.state.where)
+            self.untold.append(current.state)
 
     def over(self, iterator: Any) -> None:
-        """A pass is over: what it gave was looked at, and did not feed the backward that comes."""
-        one = _pass_of(iterator)
-        self._since.pop(one, None)
-        if isinstance(one, Pass) and one.shared and not one.proven and os.environ["RANK"] == "0":
+        """Forget a finished pass: its last batches do not feed the next backward. Warn if it trained nothing."""
+        own = _pass_of(iterator)
+        self._since.pop(own, None)
+        if isinstance(own, Pass) and own.shared and not own.proven and os.environ["RANK"] == "0":
             messages.tell(
-                f"hasten: the pass over the shuffling loader at {one.state.where} trained nothing, which was known "
-                f"only after its first batches were shared out ({one.shared}): what rank 0 computed of these is of its "
+                f"hasten: the pass over the shuffling loader at {own.state.where} trained nothing, which was known "
+                f"only after its first batches were shared out ({own.shared}): what rank 0 computed of these is of its "
                 "own share. Call model.eval() before such a loop, or put torch.no_grad() around it"
             )
 
     def backward(self) -> str:
-        """Note that a backward begins; return why its batches cannot be shared out, or ""."""
-        for one, times in self._since.items():
-            if times > 1 and len(self._since) > 1:  # batches that were looked at, by a validation that was cut short
+        """Register the start of a backward; return why its batches cannot be shared out, or ""."""
+        for fed, times in self._since.items():
+            # Guess: a pass that gave several batches since the last backward, beside another pass, is a validation
+            # that the script left early (`for batch in val_loader: ...; if done: break`).
+            if times > 1 and len(self._since) > 1:
                 continue
-            if isinstance(one, Unshared):
-                return one.why
-            one.backward()
-            if one.uneven_ahead(int(os.environ["WORLD_SIZE"])):
+            if isinstance(fed, Unshared):
+                return fed.why
+            fed.backward()
+            if fed.uneven_ahead(int(os.environ["WORLD_SIZE"])):
                 return (
-                    f"the loop over the DataLoader at {one.state.where} fetches a batch ahead of the one that it "
+                    f"the loop over the DataLoader at {fed.state.where} fetches a batch ahead of the one that it "
                     "trains on, and ranks have unequal shares of these; set drop_last=True, and a batch size that the "
                     "number of ranks divides"
                 )
-            self.samples, self.all_samples = one.latest
+            self.samples, self.all_samples = fed.latest
         self._since.clear()
         return ""
 
@@ -91,6 +102,7 @@ def why_not_shared(loader: Any) -> str:
 
 
 def _pass_of(iterator: Any) -> Pass | Unshared:
+    """Return the pass of a loader's iterator; unknown kinds of iterators count as not shared out."""
     batches = iterator.__dict__.get("_index_sampler")
     if isinstance(batches, SharedBatches) and batches.current is not None:
         return batches.current

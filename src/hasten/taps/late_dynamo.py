@@ -1,10 +1,11 @@
-"""Keeps torch's optimizers from importing torch._dynamo in a training that compiles nothing.
+"""Keep torch's optimizers from importing torch._dynamo, which takes seconds, in a training that compiles nothing.
 
-`Optimizer.step` imports it to break a graph around itself, `zero_grad` and `add_param_group` to have themselves not
-compiled. Both do nothing where nothing is compiled, and nothing is before somebody imports torch._dynamo, as
-torch.compile does. Until then these calls go past it, which saves its import; from then on they are torch's own.
-A script may rely on what that import leaves behind (`torch.distributed.fsdp` beside a mere `import torch`): where it
-asks for such a module, after the first call that went past, torch._dynamo is imported then.
+`Optimizer.step` imports it to insert a graph break; `zero_grad` and `add_param_group` import it to exclude themselves
+from compilation. Neither has an effect if nothing is compiled, and nothing is compiled before somebody (torch.compile,
+for example) imports torch._dynamo. Until then these methods bypass torch._dynamo; from then on they are torch's own.
+
+A script may rely on a side effect of that import: it makes `torch.distributed.fsdp` available after a mere
+`import torch`. Once an optimizer has bypassed torch._dynamo, a missing attribute of such a package imports it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from hasten.taps.after_import import after_import
 
 _DYNAMO = "torch._dynamo"
-_KEPT_AS = "__dynamo_disable"  # where torch keeps a function as it is called beside compiled code
-# What torch's `step` does beside calling the optimizer's own: where a version does more, it is left alone.
+_KEPT_AS = "__dynamo_disable"  # attribute in which torch caches a function's version that is never compiled
+# The names that torch's wrapper of `step` uses. A torch whose wrapper uses others is left alone: it may do more.
 _KNOWN = {
     "cast", "Optimizer", "torch", _DYNAMO, "_dynamo", "is_grad_enabled", "set_grad_enabled", "defaults", "graph_break",
 }  # fmt: skip
-# Packages that `import torch` brings, and in which torch._dynamo's import leaves modules that it does not.
+# Packages that `import torch` imports, and that get further submodules when torch._dynamo is imported.
 _GROWING = (
     "torch.distributed", "torch.distributed.algorithms", "torch.fx.experimental", "torch.fx.passes", "torch.nn.utils",
     "torch.utils",
@@ -32,33 +33,40 @@ _GROWING = (
 
 
 def optimizers_without_dynamo() -> None:
-    """Have optimizers go past torch._dynamo until it is there; called before torch is imported."""
+    """Make optimizers bypass torch._dynamo until it is imported; does nothing if torch is imported already."""
     if "torch" not in sys.modules:
         after_import("torch.optim.optimizer", _go_past)
 
 
 def _go_past() -> None:
-    """torch.optim.optimizer was executed, and what defines optimizers by it was not yet."""
+    """Replace the functions that import torch._dynamo.
+
+    Runs after torch.optim.optimizer was executed and before the optimizers' modules, which decorate `step` with it.
+    """
     module: Any = sys.modules["torch.optim.optimizer"]
     plain = getattr(module, "_use_grad_for_differentiable", None)
     if isinstance(plain, FunctionType) and _is_known(plain):
         module._use_grad_for_differentiable = functools.wraps(plain)(functools.partial(_stepping, plain))
-    past = list(_disabled(vars(getattr(module, "Optimizer", object)).values()))
-    kept = [(function, _first_call(function)) for function in past]
-    for function, first in kept:
+    methods = list(_disabled(vars(getattr(module, "Optimizer", object)).values()))
+    # torch calls what it finds in the cache attribute, and imports torch._dynamo only if there is nothing.
+    cached = [(function, _first_call(function)) for function in methods]
+    for function, first in cached:
         setattr(function, _KEPT_AS, first)
-    after_import(_DYNAMO, functools.partial(_ask_dynamo, kept))
+    after_import(_DYNAMO, functools.partial(_ask_dynamo, cached))
 
 
-def _ask_dynamo(kept: Iterable[tuple[Any, Any]]) -> None:
-    """torch._dynamo is there: have torch ask it, as it does where nothing is kept."""
-    for function, first in kept:
+def _ask_dynamo(cached: Iterable[tuple[Any, Any]]) -> None:
+    """Remove our entries from the cache attributes once torch._dynamo is imported, so that torch fills them itself."""
+    for function, first in cached:
         if getattr(function, _KEPT_AS, None) in (function, first):
             delattr(function, _KEPT_AS)
 
 
 def _first_call(function: Any) -> Any:
-    """Return what torch calls in a function's place: the function, once torch's modules know that one went past."""
+    """Return a function that, at its first call, makes torch's packages answer for torch._dynamo's import.
+
+    Later calls go directly to the plain function.
+    """
 
     def first(*args: Any, **kwargs: Any) -> Any:
         setattr(function, _KEPT_AS, function)
@@ -70,7 +78,7 @@ def _first_call(function: Any) -> Any:
 
 @functools.cache
 def _answer_for_modules() -> None:
-    """Have packages of torch import torch._dynamo, which plain torch would have by now, where a module is missing."""
+    """Give torch's packages a `__getattr__` that imports torch._dynamo, as plain torch would have done by now."""
     for name in _GROWING:
         if (package := sys.modules.get(name)) is not None:
             vars(package)["__getattr__"] = _answering(package, vars(package).get("__getattr__"))
@@ -90,30 +98,31 @@ def _answering(package: ModuleType, plain: Callable[[str], Any] | None) -> Calla
 
 
 def _is_a_scripts(frame: FrameType) -> bool:
-    """Whether neither torch's own code asks, nor the import system, which looks for a name before it imports it.
+    """Return whether a frame belongs to neither torch nor the import system, which looks up names before importing.
 
-    Both do without torch._dynamo in a process that has no optimizer; amid an import of theirs, its own would go
-    round in a circle.
+    Those two work without torch._dynamo in a process that has no optimizer, so they do not need it here. Importing
+    torch._dynamo in the middle of one of their imports would be a circular import.
     """
-    asks = str(frame.f_globals.get("__name__"))
-    return asks != "torch" and not asks.startswith(("torch.", "importlib."))
+    name = str(frame.f_globals.get("__name__"))
+    return name != "torch" and not name.startswith(("torch.", "importlib."))
 
 
 def _is_known(plain: Callable[[Any], Any]) -> bool:
+    """Return whether torch's decorator of `step` does only what `_stepping` replaces."""
     inner = next((code for code in plain.__code__.co_consts if isinstance(code, CodeType)), None)
     return inner is not None and "graph_break" in inner.co_names and set(inner.co_names) <= _KNOWN
 
 
 def _stepping(plain: Callable[[Any], Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's `step` as torch's decorator makes it, but past torch._dynamo before that is there."""
+    """Wrap an optimizer's `step` as torch's decorator does, but without a graph break until dynamo is imported."""
     import torch
 
-    through = plain(step)
+    by_torch = plain(step)
 
     @functools.wraps(step)
     def _use_grad(*args: Any, **kwargs: Any) -> Any:
         if _DYNAMO in sys.modules:
-            return through(*args, **kwargs)
+            return by_torch(*args, **kwargs)
         before = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(args[0].defaults["differentiable"])
@@ -125,7 +134,7 @@ def _stepping(plain: Callable[[Any], Any], step: Callable[..., Any]) -> Callable
 
 
 def _disabled(methods: Iterable[Any]) -> Iterator[Any]:
-    """Of these methods, those that torch never has compiled, as they stand in its source."""
+    """Yield the plain functions of those methods that torch decorates with `_disable_dynamo`."""
     for method in methods:
         if isinstance(method, FunctionType) and _KEPT_AS in method.__code__.co_consts:
             yield method.__wrapped__  # type: ignore[attr-defined]

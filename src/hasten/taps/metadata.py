@@ -1,9 +1,9 @@
-"""The guard of metadata: in a trial no program changes modes, owners, times or attributes of a person's files.
+"""Keep every program in a trial from changing modes, owners, times or extended attributes of the user's files.
 
 Landlock does not cover these. A seccomp filter sees numbers, not paths, so it cannot tell a file in the scratch folder
-from one of the person's: `chmod`, `chown` and their like do nothing for native code and other programs, and say that
-they succeeded (else `tar` and `cp -p` would fail in the scratch folder as well). Python's own calls pass, since the
-overlay has already mapped their paths: they carry a mark in an argument that the kernel does not use.
+from a file of the user. Therefore `chmod`, `chown` and similar system calls do nothing for native code and other
+programs, and report success; otherwise `tar` and `cp -p` would fail even in the scratch folder. Python's own calls are
+let through, since the overlay has already mapped their paths: they carry a mark in an argument that the kernel ignores.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 _MARK = 0x68617374_656E2121
 _AT_FDCWD, _NOFOLLOW = -100, 0x100
 _PR_SET_NO_NEW_PRIVS, _SET_FILTER = 38, 1
-_SPEC_ALLOW = 1 << 2  # else older kernels slow the whole training down against Spectre
-_ALLOW, _SUCCEED = 0x7FFF0000, 0x00050000  # the latter: ERRNO with the number 0
+_SPEC_ALLOW = 1 << 2  # otherwise older kernels turn on Spectre mitigations, which slow down the whole training
+_ALLOW, _SUCCEED = 0x7FFF0000, 0x00050000  # _SUCCEED: SECCOMP_RET_ERRNO with error number 0
 _REFUSE = _SUCCEED | 13  # EACCES
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# By machine: the number its kernel gives itself, `seccomp`, what we call, and what else changes metadata.
+# By machine: its AUDIT_ARCH number, the number of `seccomp`, the calls that `_Marked` makes, and the numbers of the
+# other calls that change metadata.
 _MACHINES: dict[str, tuple[int, int, dict[str, int], tuple[int, ...]]] = {
     "x86_64": (
         0xC000003E,
@@ -42,10 +43,10 @@ _MACHINES: dict[str, tuple[int, int, dict[str, int], tuple[int, ...]]] = {
 
 
 def forbid_metadata() -> str:
-    """Have system calls that change metadata do nothing, but for those of `os`, in this process and its children.
+    """Make system calls that change metadata do nothing in this process and its children, except those made by `os`.
 
     Returns:
-        Why it could not be done here, or "".
+        Why the filter could not be installed, or "".
     """
     machine = platform.machine()
     if machine not in _MACHINES or struct.calcsize("P") != 8:
@@ -65,7 +66,11 @@ def forbid_metadata() -> str:
 
 
 def _program(architecture: int, numbers: list[int], utimensat: int) -> bytes:
-    """The filter: let everything pass but these calls without the mark, which then seem to succeed."""
+    """Return the BPF program: allow every call but those in `numbers` without the mark, which only seem to succeed.
+
+    Offsets are those of `struct seccomp_data`: the call's number at 0, the architecture at 4, argument i at 16 + 8 * i.
+    Jumps skip this many instructions.
+    """
     many = len(numbers)
     lines = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 0, many + 1, architecture), (_LOAD, 0, 0, 0)]
     lines += [(_JUMP_IF_EQUAL, many - index, 0, number) for index, number in enumerate(numbers)]
@@ -73,7 +78,8 @@ def _program(architecture: int, numbers: list[int], utimensat: int) -> bytes:
     lines += [(_LOAD, 0, 0, 56), (_JUMP_IF_EQUAL, 0, 3, _MARK & 0xFFFFFFFF)]
     lines += [(_LOAD, 0, 0, 60), (_JUMP_IF_EQUAL, 0, 1, _MARK >> 32)]
     lines += [(_RETURN, 0, 0, _ALLOW)]
-    # `touch` sets a path's time to now where it was refused to open it: that file may not be there at all.
+    # `touch new` that Landlock refused to create the file goes on to set its time to now (a path, and times NULL). That
+    # must fail, or `touch` would report that it made a file.
     lines += [(_LOAD, 0, 0, 0), (_JUMP_IF_EQUAL, 0, 5, utimensat)]
     lines += [(_LOAD, 0, 0, 32), (_JUMP_IF_EQUAL, 0, 3, 0), (_LOAD, 0, 0, 24), (_JUMP_IF_EQUAL, 1, 0, 0)]
     lines += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _SUCCEED)]
@@ -81,14 +87,14 @@ def _program(architecture: int, numbers: list[int], utimensat: int) -> bytes:
 
 
 class _Marked:
-    """The functions of `os` that change metadata, as Python has them, with the mark that lets them pass."""
+    """The functions of `os` that change metadata, called with the mark that lets them pass the filter."""
 
     def __init__(self, libc: ctypes.CDLL, numbers: dict[str, int]) -> None:
         self._syscall = libc.syscall
         self._numbers = numbers
 
     def install(self) -> None:
-        """Put them in the place of Python's own."""
+        """Replace the functions of `os`."""
         for name in ("chmod", "fchmod", "chown", "fchown", "lchown", "utime", "setxattr", "removexattr"):
             plain, marked = getattr(os, name), getattr(self, name)
             for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
@@ -97,7 +103,7 @@ class _Marked:
             setattr(os, name, marked)
 
     def _call(self, name: str, path: Any, *args: Any) -> None:
-        # Unused arguments are 0, the sixth is the mark.
+        # No call uses all six arguments: unused ones are 0, and the sixth is the mark.
         five = [ctypes.c_long(value) if isinstance(value, int) else value for value in args]
         five += [ctypes.c_long(0)] * (5 - len(five))
         if self._syscall(ctypes.c_long(self._numbers[name]), *five, ctypes.c_long(_MARK)):
@@ -170,7 +176,7 @@ def _folder(dir_fd: int | None) -> int:
 
 
 def _attribute(name: str, path: Any, follow: bool) -> tuple[str, Any]:
-    """Which of three calls it is, and what it is told."""
+    """Return the call for a descriptor (f...), a path, or a path whose link is not followed (l...), with its target."""
     if isinstance(path, int):
         return f"f{name}", path
     return (name if follow else f"l{name}"), os.fsencode(path)

@@ -1,6 +1,8 @@
-"""Taps on modules: the forward of outermost modules, and torch.autograd.backward.
+"""Taps on the forward of outermost modules, on torch.autograd.backward and on torch.autograd.grad.
 
-A module that is called while a sample is made is the dataset's: what it computes is what the training is given.
+`Module.__call__` is replaced once for all modules. A thread-local flag marks that an outermost forward is running, so
+that inner modules pass at once. A module that is called while a DataLoader makes a sample belongs to the dataset (a
+transform, say) and is not counted as a model.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ from hasten.evidence.facts import ModelWatch
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_ALL_LOSSES = 200  # steps whose losses are all kept
-_LOSSES_EVERY = 8  # steps after these of which one keeps its losses, where they are only shown: one kept costs 8 us
+_ALL_LOSSES = 200  # first steps, whose losses are all kept
+_LOSSES_EVERY = 8  # afterwards every eighth step keeps its losses if they are only displayed: keeping costs 8 us
 
 
 class _Here(threading.local):
-    """This thread: others may run forwards of their own at the same time (an actor, an evaluation).
+    """Per-thread state: other threads may run forwards at the same time (an actor, an evaluation).
 
     Attributes:
-        inside: Whether an outermost module's forward is going on in it.
+        inside: Whether this thread is in the forward of an outermost module.
     """
 
     inside = False
@@ -34,7 +36,7 @@ _here = _Here()
 
 
 def install(session: Session) -> None:
-    """Set the taps, if anything wants them."""
+    """Set the taps that techniques, the recorder or `ranks` need."""
     run = session.run
     if hears_forwards(session):
         _tap_forward(session)
@@ -43,7 +45,7 @@ def install(session: Session) -> None:
 
 
 def hears_forwards(session: Session) -> bool:
-    """Whether anything wants to know of forwards."""
+    """Return whether techniques, the recorder or `ranks` need to see forwards."""
     run = session.run
     carries = session.config.ranks is not None
     return bool(carries or run.recorder is not None or run.acting("forward") or run.acting("model"))
@@ -51,7 +53,7 @@ def hears_forwards(session: Session) -> bool:
 
 def _tap_forward(session: Session) -> None:
     import torch
-    from torch._C import _is_tracing as is_tracing  # torch.jit's is three times as dear
+    from torch._C import _is_tracing as is_tracing  # `torch.jit.is_tracing` takes three times as long
     from torch.compiler import is_compiling, is_dynamo_compiling
     from torch.nn import Module
 
@@ -65,14 +67,15 @@ def _tap_forward(session: Session) -> None:
     grad_enabled, here = torch.is_grad_enabled, _here
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Inside compiled code the first of these folds away; a clock read there would break the graph. The second
-        # is what modules within others come to, each for 50 ns.
+        # `is_dynamo_compiling` first: while compiling it is a constant, so nothing below is traced, where reading a
+        # clock would break the graph. `here.inside` second: it ends the checks for inner modules, for 50 ns each.
         if is_dynamo_compiling() or here.inside or is_compiling() or is_tracing() or is_making_samples():
             return plain(self, *args, **kwargs)
-        if "_is_replica" in self.__dict__:  # nn.DataParallel's threads are inside its forward
+        # nn.DataParallel calls its replicas in threads of their own, in which `here.inside` is not set.
+        if "_is_replica" in self.__dict__:
             return plain(self, *args, **kwargs)
         if resting is not None and resting.resting is not None and self.training and grad_enabled():
-            here.inside = True  # for the modules inside, which ask no more
+            here.inside = True  # inner modules then pass at the first check
             try:
                 return plain(self, *args, **kwargs)
             finally:
@@ -86,16 +89,19 @@ def _tap_forward(session: Session) -> None:
 
 
 def _set_inside(inside: bool) -> bool:
-    """A technique runs a forward again in a backward: its modules are inside, and no outermost ones."""
+    """Set this thread's flag and return its former value.
+
+    Techniques that recompute a forward during backward call it, so that the modules do not count as outermost.
+    """
     before, _here.inside = _here.inside, inside
     return before
 
 
 class _WatchedModules:
-    """The outermost modules that were called, each with what watches it.
+    """The outermost modules that were called, with their ModelWatch.
 
     Attributes:
-        watches: By the module's id; None: no model.
+        watches: ModelWatch by the module's id; None for a module that is not a model, such as a loss.
     """
 
     def __init__(self, session: Session) -> None:
@@ -103,11 +109,11 @@ class _WatchedModules:
         self.watches: dict[int, ModelWatch | None] = {}
 
     def first_time(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelWatch | None:
-        """Watch a module that is called for the first time, if it is a model; techniques may change it."""
+        """Watch a module that is called for the first time, and apply techniques to it, if it is a model."""
         import torch
 
         run = self._session.run
-        # Losses look like outermost modules too; what owns parameters is a model.
+        # Loss modules are outermost modules too. Guess: a module with parameters is a model.
         watch = None
         try:
             if next(module.parameters(), None) is not None:
@@ -117,24 +123,24 @@ class _WatchedModules:
                     if torch.is_autocast_enabled(kind):
                         watch.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
                 run.model(module, args)
-        except Exception as error:  # a module like no other: it is left alone
+        except Exception as error:  # an unusual module, say with `parameters` overridden: leave it alone
             run.skip(f"tap {type(module).__name__}", error)
             watch = None
-        for told in self._session.on_model:
+        for callback in self._session.on_model:
             if next(module.parameters(), None) is not None:
-                told(module)
+                callback(module)
         self.watches[id(module)] = watch
         weakref.finalize(module, self._forget, id(module)).atexit = False
         return watch
 
     def _forget(self, key: int) -> None:
-        """A module is gone, and its id may become another's."""
+        """Forget a deleted module: Python may give its id to another."""
         self.watches.pop(key, None)
         self._session.run.forget(key)
 
 
 def _outermost(session: Session, plain: Any, torch: Any) -> Any:
-    """Run in place of an outermost module's forward."""
+    """Return the function that runs an outermost module's forward, with techniques, and records it."""
     run, grad_enabled, here = session.run, torch.is_grad_enabled, _here
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,7 +160,7 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
             return plain(module, *args, **kwargs)
         recorder = run.recorder
         if recorder is not None and recorder.resting is not None and not (module.training and grad_enabled()):
-            recorder.wake()  # validation is listened to in all steps
+            recorder.wake()  # validation is recorded in all steps
         here.inside = True
         if recorder is None or recorder.resting is not None:
             try:
@@ -164,7 +170,9 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         trains, graph, aside = module.training, grad_enabled(), False
         validating = not (graph and (trains or watch.backward_through_eval))
         if validating and (trains or not watch.train_calls):
-            # Between training steps: a teacher, a target network, an agent that acts; unless only a loss follows.
+            # A forward without a graph, of a model in train mode or never trained so far. In the middle of training,
+            # assume a teacher, a target network or an agent that acts, and count it as the step's forward. If a loss
+            # without a graph follows, it was validation after all: see `aside` in results.py.
             current = recorder.current
             aside = current.trained or current.loader < 0 or current.loader in session.trained_loaders
             validating = not aside
@@ -187,7 +195,7 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         else:
             try:
                 watch.called(False, output)
-            except Exception as error:  # an output like no other
+            except Exception as error:  # unusual outputs may raise
                 run.skip(f"tap output of {type(module).__name__}", error)
         return output
 
@@ -202,10 +210,10 @@ def _tap_backward(session: Session) -> None:
     if run.recorder is None:
         tap(torch.autograd, "backward", lambda _: plain)
         return
-    looks = [0]
+    looks = [0]  # backwards recorded so far, up to five; a list, so that the functions below can change it
     watching = session.on_backward
     tensor, compiling = torch.Tensor, torch.compiler.is_compiling
-    # A trial compares losses step by step, and a run that is tuned watches them.
+    # Trials compare losses step by step, and a run that is being tuned watches them: both keep every loss.
     every = _LOSSES_EVERY if session.trial is None and session.config.auto is None else 1
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,11 +229,11 @@ def _tap_backward(session: Session) -> None:
         recorder.backward(seconds, () if thinned else _losses(session, tensors, tensor))
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, False)
-        for told in watching:
-            told(tensors, args, kwargs)
+        for callback in watching:
+            callback(tensors, args, kwargs)
         if not session.optimizers:
             recorder.stepped_by_hand()
-        if looks[0] < 5 and not session.looking:
+        if looks[0] < 5 and not session.looking:  # `looking`: doctor's own profiler is on, not the script's
             looks[0] += 1
             _look_for_debug_tools(run.seen, torch)
         return result
@@ -235,9 +243,9 @@ def _tap_backward(session: Session) -> None:
 
 
 def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -> None:
-    """Notice gradients that are differentiated again (a gradient penalty), which compiled code cannot do.
+    """Tap torch.autograd.grad, to notice double backward (a gradient penalty), which compiled code cannot do.
 
-    In a script without optimizer and backward, `torch.autograd.grad` is the backward of its training.
+    In a script that uses neither an optimizer nor `backward`, `torch.autograd.grad` counts as its training's backward.
     """
     run = session.run
     plain = torch.autograd.grad
@@ -252,8 +260,8 @@ def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -
         if again or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
             return plain(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        if run.models and not any(isinstance(one, torch.nn.Parameter) for one in _as_tuple(inputs)):
-            return plain(*args, **kwargs)  # what a model's answer owes to its input
+        if run.models and not any(isinstance(tensor, torch.nn.Parameter) for tensor in _as_tuple(inputs)):
+            return plain(*args, **kwargs)  # gradients of a model's output by its input, such as forces: no training
         start = perf_counter()
         result = plain(*args, **kwargs)
         outputs = args[0] if args else kwargs.get("outputs")
@@ -264,12 +272,15 @@ def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -
     tap(torch.autograd, "grad", lambda _: grad)
 
 
-def _as_tuple(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
 
 
 def _losses(session: Session, tensors: Any, tensor: Any) -> list[Any]:
-    """The single numbers that `backward` was called on, unread and without what a GradScaler multiplied them by."""
+    """Return the one-element tensors that `backward` was called on, without a GradScaler's scale.
+
+    They are detached and not read, so nothing waits for the device.
+    """
     roots = (tensors,) if isinstance(tensors, tensor) else tensors if isinstance(tensors, list | tuple) else ()
     losses = []
     for root in roots:

@@ -1,4 +1,4 @@
-"""Taps on optimizers: what they are built with, their steps, and how gradients are cleared."""
+"""Taps on optimizers: apply techniques to them, and record their steps and how gradients are cleared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.evidence import Phase, facts
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_NOTHING: list[float] = []  # what a closure did in a step that has none
+_NOTHING: list[float] = []  # marks a step without a closure
 
 
 def install(session: Session) -> None:
@@ -32,11 +32,12 @@ def _building(build: Any, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if session.run.recorder is not None:
-            held = (lambda: self) if session.trial is not None else weakref.ref(self)  # a trial is short
+            # A strong reference only in a trial, which is short: its facts can then be read at the end.
+            held = (lambda: self) if session.trial is not None else weakref.ref(self)
             session.optimizers[id(self)] = (held, facts.caller())
         session.run.optimizer(self)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Many scripts end with `destroy_process_group()`: when the evidence is put together there is none.
+            # Read now: many scripts end with `destroy_process_group()`, before the evidence is written.
             session.run.seen["distributed"] = torch.distributed.get_world_size()
 
     return __init__
@@ -46,6 +47,8 @@ def _tap_steps(session: Session) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     run = session.run
+    # Optimizer's id -> when its step began, the sum of the training step's phases by then (-1: it has no closure), and
+    # the seconds of each call of its closure.
     begun: dict[int, tuple[float, float, list[float]]] = {}
     probes = session.trial is not None and session.trial.probe
 
@@ -55,7 +58,7 @@ def _tap_steps(session: Session) -> None:
             return None
         if recorder.listeners:
             recorder.mark(Phase.OPTIMIZER, True)
-        if len(args) < 2 and not kwargs:  # no closure: what nearly every optimizer step of the world is
+        if len(args) < 2 and not kwargs:  # no closure, as in nearly every training
             begun[id(optimizer)] = (perf_counter(), -1.0, _NOTHING)
             return None
         inside: list[float] = []
@@ -80,7 +83,8 @@ def _tap_steps(session: Session) -> None:
             recorder.optimizer_step(id(optimizer), start[0], end, -1.0)
             return
         counted, inside = recorder.optimizer_begins() - start[1], sum(start[2])
-        # What a closure did beside forward and backward is the script's, or its trainer's, and not the optimizer's.
+        # A closure's seconds that are neither forward nor backward belong to the script or its trainer, not to the
+        # optimizer: start the step that much later.
         recorder.optimizer_step(id(optimizer), start[0] + max(0.0, inside - counted), end, start[1])
 
     register_optimizer_step_pre_hook(before)
@@ -88,17 +92,17 @@ def _tap_steps(session: Session) -> None:
 
 
 def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[float]) -> Any:
-    """The arguments of an optimizer's step with a closure that notes its seconds in `inside`; None without one."""
+    """Return a step's arguments with its closure replaced by one that appends its seconds to `inside`; None without."""
     named = callable(kwargs.get("closure"))
     closure = kwargs["closure"] if named else args[1] if len(args) == 2 and callable(args[1]) else None
     if closure is None:
         return None
 
     @functools.wraps(closure, updated=())
-    def timed(*given: Any, **named_too: Any) -> Any:
+    def timed(*closure_args: Any, **closure_kwargs: Any) -> Any:
         start = perf_counter()
         try:
-            return closure(*given, **named_too)
+            return closure(*closure_args, **closure_kwargs)
         finally:
             inside.append(perf_counter() - start)
 

@@ -1,8 +1,11 @@
-"""The overlay's layers: the person's files, and over them a scratch folder that takes what the script writes.
+"""The overlay's two layers: the user's files, and above them a scratch folder that takes everything the script writes.
 
-Both sides of every comparison are real paths: links are followed in what the script sees, `..` and folder descriptors
-are resolved as the kernel resolves them, and the result is one spelling for each file. `root` + that spelling is where
-the scratch folder has it.
+Each path that the script uses is first resolved to the file's one real path in the script's view: links are followed in
+that view, `..` and folder descriptors are resolved as the kernel does. A file with the real path `/a/b` is stored in
+the scratch folder at `root` + `/a/b`. Reading takes the scratch folder's file if there is one, else the user's. Before
+a change the user's file is copied into the scratch folder; removed files are remembered in `removed` and hidden.
+
+In this file "absolute" is a real path in the script's view, and "inside" its place in the scratch folder.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-_LINKS = 40  # followed in one path, as in the kernel
-_SHARED_MEMORY = "/dev/shm/"  # a disk in memory, where a person may keep things too
+_LINKS = 40  # most links to follow in one path; the kernel's limit too
+_SHARED_MEMORY = "/dev/shm/"  # a RAM disk under /dev (which is free), where the user may keep files too
 
 
 class Overlay:
@@ -24,12 +27,12 @@ class Overlay:
 
     def __init__(self, root: str, free: list[str]) -> None:
         self.root = os.path.realpath(root)
-        own = [os.path.realpath(folder) + os.sep for folder in free]
-        self._free = tuple(own)
-        self._memory = tuple(folder for folder in own if folder.startswith(_SHARED_MEMORY))
-        self.removed: set[str] = set()  # what the person has there is hidden, even where the script made it again
-        self._folders: dict[str, tuple[str, bool]] = {}  # folder as it was written -> what `_walk` says
-        # Python's own, from before the overlay is put over them.
+        free_folders = [os.path.realpath(folder) + os.sep for folder in free]
+        self._free = tuple(free_folders)
+        self._memory = tuple(folder for folder in free_folders if folder.startswith(_SHARED_MEMORY))
+        self.removed: set[str] = set()  # paths at which the user's files are hidden, even if the script made new ones
+        self._folders: dict[str, tuple[str, bool]] = {}  # folder as spelled by the script -> result of `_walk`
+        # Python's own functions, from before the overlay replaces them.
         self.stat, self.lstat, self.readlink, self.symlink = os.stat, os.lstat, os.readlink, os.symlink
         self.listdir, self.scandir, self.open, self.mkdir = os.listdir, os.scandir, builtins.open, os.mkdir
         self.getcwd, self.chmod, self.utime = os.getcwd, os.chmod, os.utime
@@ -38,11 +41,11 @@ class Overlay:
     # -- one spelling for each file --------------------------------------------------------------------
 
     def place(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> str | None:
-        """The real path of a file as the script sees it, or None where it is none of the overlay's business."""
+        """Return a file's real path in the script's view; None if the overlay does not handle it (free, or no path)."""
         return self._place(path, follow, dir_fd)[0]
 
     def _place(self, path: Any, follow: bool, dir_fd: int | None) -> tuple[str | None, bool]:
-        """As `place`; and whether a link was followed on the way."""
+        """Return the result of `place`, and whether a link was followed on the way."""
         text = self._full(path, dir_fd)
         if text is None:
             return None, False
@@ -58,13 +61,13 @@ class Overlay:
         return (None if self.is_free(absolute) else absolute), linked
 
     def is_free(self, absolute: str) -> bool:
-        """Whether a real path may be written to as it is."""
+        """Return whether a real path may be written to directly."""
         if absolute.startswith(_SHARED_MEMORY):
             return (absolute + os.sep).startswith(self._memory)
         return (absolute + os.sep).startswith(self._free)
 
     def _full(self, path: Any, dir_fd: int | None) -> str | None:
-        """The path from the root on, as text; that of an open file, where it still has one."""
+        """Return a path from the root on, as text; for a descriptor the open file's path. None if there is none."""
         if path is None:
             return None
         if isinstance(path, int):
@@ -79,27 +82,27 @@ class Overlay:
         return None if base is None else f"{base}/{text}"
 
     def of_descriptor(self, fd: int) -> str | None:
-        """Where an open file is, as the script sees it; None for what has no name."""
+        """Return an open file's path in the script's view; None for a pipe, a socket or a deleted file."""
         try:
-            held = self.readlink(f"/proc/self/fd/{fd}")
+            target = self.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             return None
-        if not held.startswith("/") or held.endswith(" (deleted)"):
+        if not target.startswith("/") or target.endswith(" (deleted)"):
             return None
-        return self.outside(held)
+        return self.outside(target)
 
     def outside(self, physical: str) -> str:
-        """The path that the script knows for one in the scratch folder; others as they are."""
+        """Return the script's path for a path in the scratch folder; other paths unchanged."""
         if (physical + os.sep).startswith(self.root + os.sep):
             return physical[len(self.root) :] or "/"
         return physical
 
     def cwd(self) -> str:
-        """Where the script believes to be."""
+        """Return the working folder in the script's view."""
         return self.outside(self.getcwd())
 
     def _walk(self, path: str) -> tuple[str, bool]:
-        """Follow all links of a path, in what the script sees; and whether there were any."""
+        """Resolve a path in the script's view; return it, and whether it contained links."""
         left, at, links = path.split("/")[::-1], "", 0
         while left:
             part = left.pop()
@@ -132,13 +135,13 @@ class Overlay:
             return None
 
     def forget_links(self) -> None:
-        """Something was moved, removed or linked: folders may lead elsewhere."""
+        """Clear the cache of resolved folders, after something was moved, removed or linked."""
         self._folders.clear()
 
-    # -- where it lies ---------------------------------------------------------------------------------
+    # -- where a file is stored ------------------------------------------------------------------------
 
     def exists(self, physical: str) -> bool:
-        """Whether there is anything at a path, as it lies on the disk."""
+        """Return whether anything, even a broken link, is at a path on the disk."""
         try:
             self.lstat(physical)
         except OSError:
@@ -146,46 +149,53 @@ class Overlay:
         return True
 
     def seen(self, absolute: str) -> str:
-        """Where a file is read from: the scratch folder, or the person's."""
+        """Return where to read a file: in the scratch folder, or the user's path."""
         inside = self.root + absolute
         try:
             self.lstat(inside)
             return inside
-        except NotADirectoryError:  # the script put a file where a folder would have to be
+        except NotADirectoryError:  # the script replaced a parent folder by a file
             return inside
         except OSError:
             return inside if self.removed and self.is_removed(absolute) else absolute
 
     def is_there(self, absolute: str) -> bool:
-        """Whether the script sees anything there."""
+        """Return whether anything is at a path in the script's view."""
         return self.exists(self.seen(absolute))
 
     def reading(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> tuple[Any, int | None]:
-        """The path, and folder descriptor, by which Python's own functions read a file."""
+        """Return the path and folder descriptor with which to call Python's own functions to read a file."""
         absolute, linked = self._place(path, follow, dir_fd)
         if absolute is None:
             return path, dir_fd
         where = self.seen(absolute)
-        # As the script wrote it, where that leads to the same (a relative path in the scratch folder would not): it
-        # stands in messages and in `file.name`.
+        # Keep the script's own spelling if it leads to the same file: it shows in messages and in `file.name`. A
+        # relative path does not if the working folder is really one in the scratch folder.
         if where == absolute and not linked and not self.is_inside(dir_fd):
             return path, dir_fd
         return where, None
 
     def is_inside(self, fd: int | None) -> bool:
-        """Whether an open file or folder lies in the scratch folder; None: the working folder."""
+        """Return whether an open file or folder is in the scratch folder; None stands for the working folder."""
         base = self.getcwd() if fd is None else self.readlink(f"/proc/self/fd/{fd}")
         return (base + os.sep).startswith(self.root + os.sep)
 
     def writing(
         self, path: Any, keep: bool = True, follow: bool = True, dir_fd: int | None = None
     ) -> tuple[Any, int | None]:
-        """The path, and folder descriptor, by which they write it; `keep` brings what it holds along."""
+        """Return the path and folder descriptor with which to call Python's own functions to write a file.
+
+        Args:
+            path: The file, as the script gave it.
+            keep: Whether to copy the user's file first, because the script may keep part of its content.
+            follow: Whether to follow a link at the path's end.
+            dir_fd: Descriptor of the folder to which a relative path is relative; None: the working folder.
+        """
         absolute = self.place(path, follow, dir_fd)
         return (path, dir_fd) if absolute is None else (self.written(absolute, keep), None)
 
     def written(self, absolute: str, keep: bool = True) -> str:
-        """Make ready the place in the scratch folder to which a file is written."""
+        """Return a file's place in the scratch folder, ready for writing: with its folder, and with `keep` a copy."""
         inside = self.root + absolute
         parent = os.path.dirname(absolute)
         if self.is_there(parent):
@@ -201,7 +211,7 @@ class Overlay:
         return inside
 
     def make(self, absolute: str) -> str:
-        """Have a folder in the scratch folder, with the mode that the person's has."""
+        """Create a folder in the scratch folder if it is missing, with the mode of the user's folder, and return it."""
         inside = self.root + absolute
         if not self.exists(inside):
             if absolute not in ("", "/"):
@@ -214,15 +224,15 @@ class Overlay:
     def _copy(self, source: str, target: str) -> None:
         with self.open(source, "rb") as old, self.open(target, "wb") as new:
             shutil.copyfileobj(old, new)
-        held = self.stat(source)
-        self.chmod(target, stat.S_IMODE(held.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
-        with contextlib.suppress(OSError):  # a file system without attributes
+        status = self.stat(source)
+        self.chmod(target, stat.S_IMODE(status.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
+        with contextlib.suppress(OSError):  # the file system has no extended attributes
             for name in self.listxattr(source):
                 self.setxattr(target, name, self.getxattr(source, name))
-        self.utime(target, ns=(held.st_atime_ns, held.st_mtime_ns))
+        self.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def is_removed(self, absolute: str) -> bool:
-        """Whether the script removed what the person has there."""
+        """Return whether the script removed the user's file or folder, or a folder above it."""
         if not self.removed:
             return False
         while absolute != "/":
@@ -232,14 +242,14 @@ class Overlay:
         return False
 
     def is_theirs(self, absolute: str) -> bool:
-        """Whether the person has a folder there, which the script did not remove."""
+        """Return whether the user has a folder there that the script did not remove."""
         try:
             return stat.S_ISDIR(self.lstat(absolute).st_mode) and not self.is_removed(absolute)
         except OSError:
             return False
 
     def is_folder(self, absolute: str) -> bool:
-        """Whether the script sees a folder there."""
+        """Return whether there is a folder in the script's view."""
         try:
             return stat.S_ISDIR(self.lstat(self.seen(absolute)).st_mode)
         except OSError:
@@ -248,13 +258,13 @@ class Overlay:
     # -- removing and moving ---------------------------------------------------------------------------
 
     def hide(self, absolute: str) -> None:
-        """The script no longer sees what the person has there."""
+        """Hide the user's file or folder from the script."""
         if self.exists(absolute):
             self.removed.add(absolute)
         self.forget_links()
 
     def bring(self, absolute: str) -> str:
-        """Have a file, or a folder with all that is in it, in the scratch folder; gives its place there."""
+        """Copy a file, or a folder with its whole content, into the scratch folder; return its place there."""
         if not self.is_folder(absolute):
             return self.written(absolute) if self.is_there(absolute) else self.root + absolute
         inside = self.make(absolute)
@@ -263,9 +273,9 @@ class Overlay:
         return inside
 
     def remove(self, absolute: str, really: Callable[[str], None]) -> None:
-        """Remove a file or an empty folder."""
+        """Remove a file or an empty folder, by calling `really` with its place in the scratch folder."""
         if self.is_folder(absolute):
-            # Whether `rmdir` may remove it hangs on whether anything is in it.
+            # `rmdir` must fail if the user's folder has entries: bring one of them into the scratch folder.
             self.make(absolute)
             if (names := self.names(absolute)) and not self.listdir(self.root + absolute):
                 self.bring(os.path.join(absolute, names[0]))
@@ -275,10 +285,10 @@ class Overlay:
         self.hide(absolute)
 
     def remove_tree(self, absolute: str, really: Callable[[str], None]) -> None:
-        """Remove a folder with all that is in it."""
+        """Remove a folder with its content, by calling `really` with its place in the scratch folder."""
         if self.is_folder(absolute):
             self.make(absolute)
-            self.hide(absolute)  # first: what lies in the scratch folder is all that there is to remove
+            self.hide(absolute)  # before the removal, which then finds only the scratch folder's content
         elif self.is_there(absolute):
             self.written(absolute)
         really(self.root + absolute)
@@ -287,17 +297,17 @@ class Overlay:
     # -- folders ---------------------------------------------------------------------------------------
 
     def layers(self, absolute: str) -> list[str]:
-        """The folders that make up a folder: the person's, and the scratch folder's over it."""
+        """Return the folders on the disk that together make up a folder: the user's, then the scratch folder's."""
         inside = self.root + absolute
         if not self.exists(inside) or self.is_removed(absolute) or not stat.S_ISDIR(self.lstat(inside).st_mode):
             return [self.seen(absolute)]
         return [absolute, inside] if self.is_theirs(absolute) else [inside]
 
     def shows(self, layer: str, name: str) -> bool:
-        """Whether an entry of a layer is seen; one of the person's may have been removed."""
+        """Return whether the script sees an entry of a layer; it may have removed the user's."""
         return layer.startswith(self.root) or os.path.join(layer, name) not in self.removed
 
     def names(self, absolute: str) -> list[str]:
-        """Return the entries of a folder as the script sees them."""
-        found = (name for layer in self.layers(absolute) for name in self.listdir(layer) if self.shows(layer, name))
-        return list(dict.fromkeys(found))
+        """Return the names in a folder in the script's view."""
+        names = (name for layer in self.layers(absolute) for name in self.listdir(layer) if self.shows(layer, name))
+        return list(dict.fromkeys(names))

@@ -1,4 +1,7 @@
-"""Python's file functions redirected to the overlay: `open`, `os`, `shutil`."""
+"""Redirect Python's file functions to the overlay: `open` and those of `os` and `shutil`.
+
+Each function is replaced by a wrapper that maps its path arguments through the overlay and calls the plain function.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ _MADE = ("mkdir", "mkfifo", "mknod")
 
 
 def install(overlay: Overlay) -> None:
-    """Put the overlay under everything of Python that opens, changes, lists, makes, moves or removes files."""
+    """Redirect every function of Python that opens, changes, lists, makes, moves or removes files to the overlay."""
     plain = builtins.open
     builtins.open = io.open = _opening(overlay, plain)
-    for module in list(sys.modules.values()):  # bz2, lzma and tarfile keep it under a name of their own
+    for module in list(sys.modules.values()):  # bz2, lzma and tarfile hold `open` under other names
         for name in ("_builtin_open", "bltn_open"):
             if vars(module).get(name) is plain:
                 setattr(module, name, builtins.open)
@@ -35,7 +38,8 @@ def install(overlay: Overlay) -> None:
         _replace(name, _reading(overlay, getattr(os, name)))
     for name in ("lstat", "readlink"):
         _replace(name, _reading(overlay, getattr(os, name), follow=False))
-    # A copy is made by its path, so what takes a descriptor becomes what takes either.
+    # `fchmod` and others get a path if a user's file is open under the descriptor: the overlay's copy is changed then.
+    # So they are made from the plain functions without the "f", which take a descriptor or a path.
     plains = {name: getattr(os, name[1:] if name[1:] in _CHANGED else name) for name in _CHANGED}
     for name, change in plains.items():
         _replace(name, _changing(overlay, change))
@@ -57,7 +61,7 @@ def install(overlay: Overlay) -> None:
 
 
 def _replace(name: str, ours: Any) -> None:
-    """Put ours in the place of a function of `os`, which says in sets what its functions can do."""
+    """Replace a function of `os`, also in the sets in which `os` says what its functions support."""
     plain = getattr(os, name)
     for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
         if plain in known:
@@ -66,7 +70,7 @@ def _replace(name: str, ours: Any) -> None:
 
 
 def _replace_scandir(ours: Any) -> None:
-    """Also where Python 3.13's `Path.glob` keeps it under a name of its own; 3.11, 3.12 and 3.14 look into `os`."""
+    """Replace `os.scandir`, also where Python 3.13's `Path.glob` holds it; 3.11, 3.12 and 3.14 look it up in `os`."""
     plain, globber = os.scandir, getattr(glob, "_StringGlobber", None)
     if getattr(globber, "scandir", None) is plain:
         globber.scandir = staticmethod(ours)  # type: ignore[union-attr]
@@ -93,7 +97,7 @@ def _opening_descriptor(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         follow = not flags & (os.O_NOFOLLOW | os.O_EXCL)
-        if flags & os.O_TMPFILE == os.O_TMPFILE:  # a file without a name, in a folder that must be there
+        if flags & os.O_TMPFILE == os.O_TMPFILE:  # an unnamed file: `path` is its folder, which must exist
             absolute = overlay.place(path, dir_fd=dir_fd)
             if absolute is not None and overlay.is_theirs(absolute):
                 path, dir_fd = overlay.make(absolute), None
@@ -112,7 +116,7 @@ def _opening_descriptor(overlay: Overlay, plain: Any) -> Any:
 def _reading(overlay: Overlay, plain: Any, follow: bool = True) -> Any:
     @functools.wraps(plain)
     def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(path, int):  # what is open already was opened where it is to be read
+        if not isinstance(path, int):  # a descriptor was already mapped when it was opened
             dir_fd = kwargs.pop("dir_fd", None)
             path, dir_fd = overlay.reading(path, follow and kwargs.get("follow_symlinks", True), dir_fd)
             if dir_fd is not None:
@@ -123,7 +127,7 @@ def _reading(overlay: Overlay, plain: Any, follow: bool = True) -> Any:
 
 
 def _changing(overlay: Overlay, plain: Any) -> Any:
-    """Changes of content and metadata, by name or by descriptor: one of a person's file changes a copy of it."""
+    """Wrap a function that changes content or metadata, by path or descriptor: change a copy of the user's file."""
 
     @functools.wraps(plain)
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +136,7 @@ def _changing(overlay: Overlay, plain: Any) -> Any:
         if isinstance(path, int) and (absolute is None or overlay.is_inside(path)):
             return plain(path, *args, **kwargs)
         if absolute is not None:
-            there = overlay.is_there(absolute)  # if not, it fails as it does without us
+            there = overlay.is_there(absolute)  # if not, the plain function raises its usual error below
             return plain(overlay.written(absolute) if there else overlay.seen(absolute), *args, **kwargs)
         if dir_fd is not None:
             kwargs["dir_fd"] = dir_fd
@@ -185,7 +189,7 @@ def _removing_tree(overlay: Overlay, plain: Any) -> Any:
         kwargs.pop("dir_fd", None)
         overlay.remove_tree(absolute, lambda inside: plain(inside, ignore_errors, *args, **kwargs))
 
-    # `shutil` asks its own function whether it withstands links that are put in its way meanwhile.
+    # A documented attribute of the function: whether it is safe against links that others create while it runs.
     rmtree.avoids_symlink_attacks = plain.avoids_symlink_attacks  # type: ignore[attr-defined]
     return rmtree
 
@@ -217,7 +221,7 @@ def _linking(overlay: Overlay, plain: Any) -> Any:
     ) -> None:
         goal = overlay.place(target, False, dst_dir_fd)
         _refuse_present(overlay, goal, target)
-        # Another name of the person's own file would be a way to change it: the copy gets the name.
+        # A hard link to the user's own file would be a way to change it, so the link is to a copy.
         source, src_dir_fd = overlay.writing(source, follow=False, dir_fd=src_dir_fd)
         if goal is not None:
             target, dst_dir_fd = overlay.written(goal, keep=False), None
@@ -233,7 +237,7 @@ def _symlinking(overlay: Overlay, plain: Any) -> Any:
         _refuse_present(overlay, goal, target)
         if goal is not None:
             target, dir_fd = overlay.written(goal, keep=False), None
-        plain(source, target, target_is_directory, dir_fd=dir_fd)  # what it holds is followed by the overlay
+        plain(source, target, target_is_directory, dir_fd=dir_fd)  # its target is not mapped: the overlay follows links
         overlay.forget_links()
 
     return symlink
@@ -285,7 +289,7 @@ def _changing_folder(overlay: Overlay, plain: Any) -> Any:
 
 
 class _LayeredEntry:
-    """An entry of a folder that has layers, under the path that the script asked for."""
+    """A `DirEntry` of a folder with two layers, whose path begins with the folder as the script spelled it."""
 
     def __init__(self, entry: Any, folder: Any) -> None:
         self._entry = entry
@@ -319,4 +323,4 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: all entries were read already, and no descriptor is open."""

@@ -1,4 +1,7 @@
-"""Native file access redirected to the overlay: torch, SQLite and safetensors."""
+"""Redirect files that torch, SQLite and safetensors open in native code to the overlay.
+
+Native code does not call Python's `open`, so the functions that take the path are wrapped, and get the mapped path.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from hasten.taps.overlay import Overlay
 
 
 def install_under_libraries(overlay: Overlay) -> None:
-    """Put the overlay under what these libraries open, once they are imported."""
+    """Wrap these libraries' functions that open files, once they are imported."""
     after_import("torch", lambda: _under_torch(overlay))
     after_import("sqlite3", lambda: _under_sqlite(overlay))
     after_import("safetensors.torch", lambda: _under_safetensors(overlay))
 
 
 def _under_torch(overlay: Overlay) -> None:
-    """torch saves, maps and packs files in C++ where it is given a path."""
+    """Wrap the functions of torch that save, map and pack files in C++ when they are given a path."""
     torch: Any = sys.modules["torch"]
     for owner, name in ((torch, "save"), (torch.jit, "save")):
         plain = getattr(owner, name)
@@ -33,22 +36,22 @@ def _under_torch(overlay: Overlay) -> None:
     _under_archives(overlay, torch._C)
     loaded = torch.jit.load
     torch.jit.load = functools.wraps(loaded)(lambda f, *args, **kwargs: loaded(_read(overlay, f), *args, **kwargs))
-    # Scripted modules and functions, and profilers (`export_chrome_trace`), have writers of their own.
+    # Scripted modules and functions, and profilers (`export_chrome_trace`), write files in C++ themselves.
     for kind in (torch.jit.RecursiveScriptModule, torch.jit.ScriptFunction, torch._C._autograd._ProfilerResult):
-        if hasattr(kind, "save"):  # a torch that is built without Kineto writes traces in Python
+        if hasattr(kind, "save"):  # missing in a torch built without Kineto, which writes traces in Python
             kind.save = _saving(overlay, kind.save)
     torch.from_file = _mapping(overlay, torch.from_file)
-    # Also called by `torch.load(..., mmap=True)`.
+    # `torch.load(..., mmap=True)` calls this as well.
     torch.UntypedStorage.from_file = staticmethod(_mapping(overlay, torch.UntypedStorage.from_file))
 
 
 def _read(overlay: Overlay, file: Any) -> Any:
-    """Where a file given by its path is read, and anything else as it is."""
+    """Return the mapped path if the file is a path; anything else unchanged."""
     return overlay.reading(file)[0] if isinstance(file, str | os.PathLike) else file
 
 
 def _under_archives(overlay: Overlay, native: Any) -> None:
-    """`torch.export` and `torch.package` open torch's zip archives by classes of C++."""
+    """Replace the C++ classes by which `torch.export` and `torch.package` open torch's zip archives."""
     writer, reader = native.PyTorchFileWriter, native.PyTorchFileReader
 
     class PyTorchFileWriter(writer):  # type: ignore[misc, valid-type]
@@ -65,17 +68,17 @@ def _under_archives(overlay: Overlay, native: Any) -> None:
 
 
 def _saving(overlay: Overlay, plain: Any) -> Any:
-    """A method that writes itself to the path it is given."""
+    """Wrap a method that writes its object to a path."""
 
     @functools.wraps(plain)
-    def save(written: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain(written, overlay.writing(path, keep=False)[0], *args, **kwargs)
+    def save(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, overlay.writing(path, keep=False)[0], *args, **kwargs)
 
     return save
 
 
 def _mapping(overlay: Overlay, plain: Any) -> Any:
-    """A function that maps a file to memory: `shared` memory is written back to it, and C++ opens it for writing."""
+    """Wrap a function that maps a file to memory: with `shared`, C++ opens it for writing and writes changes back."""
 
     @functools.wraps(plain)
     def from_file(filename: Any, shared: bool | None = False, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +89,7 @@ def _mapping(overlay: Overlay, plain: Any) -> Any:
 
 
 def _under_sqlite(overlay: Overlay) -> None:
-    """SQLite opens its files in C."""
+    """Wrap `sqlite3.connect`: SQLite opens its files in C."""
     module: Any = sys.modules["sqlite3"]
     plain = module.connect
 
@@ -100,7 +103,7 @@ def _under_sqlite(overlay: Overlay) -> None:
 
 
 def _under_safetensors(overlay: Overlay) -> None:
-    """safetensors writes and reads in Rust."""
+    """Wrap safetensors' `save_file` and `load_file`, which write and read in Rust."""
     module: Any = sys.modules["safetensors.torch"]
     save, load = module.save_file, module.load_file
     module.save_file = lambda tensors, filename, *a, **k: save(

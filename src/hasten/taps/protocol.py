@@ -1,4 +1,4 @@
-"""The interface of a session, as taps and observers see it."""
+"""The interface of a process's session that taps, bounds and observers use."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class BuiltLoader:
     """A DataLoader that the script has built.
 
     Attributes:
-        held: Gives the loader, None when it is gone.
-        facts: What it was built with.
-        batch_bytes: Of the first batch; 0 before that.
-        look_in: Batches that come before the next one to be looked at.
+        held: Returns the loader, or None once it was deleted.
+        facts: The options it was built with.
+        batch_bytes: Bytes of the first batch; 0 before that.
+        look_in: Batches to skip before the next one is shown to `on_batch`.
     """
 
     held: Callable[[], Any]
@@ -41,10 +41,10 @@ class BuiltLoader:
 
 
 class Observer(Protocol):
-    """Listens beside the taps, for doctor."""
+    """Observes a run for doctor, in addition to the taps."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what was seen, as fields of the evidence by name; called once, when the run ends."""
+        """Return the observations as fields of the evidence, by name; called once, when the run ends."""
         ...
 
 
@@ -52,34 +52,37 @@ class Session(ABC):
     """A process's session, as taps, bounds and observers see it.
 
     Attributes:
-        config: What this process was told.
-        run: Applies techniques, and has the recorder: None when nobody listens (any more).
-        trial: The bounds of a trial; None outside of one.
-        steps_over: Tells listeners that steps are over.
-        loaders: Every DataLoader built; its place here is its number.
+        config: This process's configuration.
+        run: Applies techniques and holds the recorder, which is None if nothing is recorded (any more).
+        trial: The limits of a trial; None outside of one.
+        steps_over: Calls listeners at the end of steps.
+        loaders: Every DataLoader built; a loader's index here is its number.
         kept_loaders: Loaders kept alive until they are measured.
-        optimizers: id of an optimizer -> what holds it (weakly, or not in a trial), `file:line` where it was built.
+        optimizers: id of an optimizer -> a function that returns it (a weak reference; strong in a trial), and the
+            `file:line` where it was built.
         rates: id of an optimizer -> its schedule and learning rates.
-        trained_loaders: Loaders of training passes that are over.
-        observers: What doctor listens with.
-        on_batch: Called with a loader's number and a batch it gave; each returns how many batches to skip before the
-            next call.
-        on_model: Called with each outermost module before its first forward; what they raise ends the run.
-        on_backward: Called after each backward with its tensors, further arguments and keywords.
-        on_zeroed: Called when an optimizer sets gradients to zero.
-        unscaled: id of a loss scaled by the script's GradScaler -> the loss itself.
-        validating: The last outermost forward was validation.
-        without_graph: It built no graph.
-        aside: Its seconds, where it is validation only if a loss without a graph follows.
-        looking: hasten itself profiles the step that is going on.
+        trained_loaders: Numbers of the loaders with a finished training pass.
+        observers: Doctor's observers.
+        on_batch: Callbacks for a loader's number and a batch that it gave; each returns how many batches to skip before
+            the next call.
+        on_model: Callbacks for each outermost module before its first forward; their errors end the run.
+        on_backward: Callbacks after each backward, with its tensors, further arguments and keywords.
+        on_zeroed: Callback for when an optimizer sets gradients to zero.
+        unscaled: id of a loss scaled by the script's GradScaler -> the unscaled loss.
+        validating: Whether the last outermost forward was validation.
+        without_graph: Whether the last outermost forward built no graph.
+        aside: Seconds of the last outermost forward if it becomes validation once a loss without a graph follows; else
+            0.0.
+        looking: Whether hasten itself profiles the current step.
         driver: Switches techniques while a tune runs.
-        heard: The evidence as it was before doctor began to switch techniques; `recorded` is what it was made of.
-        try_changes: Set by doctor. Called once its bounds are reached, with the seconds left and who goes on hearing of
-            steps; returns whether it switches techniques now.
-        tried: Returns what switching techniques in the run brought; None before that began.
+        heard: The evidence from before doctor began to switch techniques.
+        recorded: The recorder that `heard` was made from.
+        try_changes: Set by doctor. Called once its limits are reached, with the seconds left and the listener that is
+            still to be called at the end of steps; returns whether it switches techniques now.
+        tried: Returns the effects of switching techniques in the run; None before that began.
         error: The script's own error, in one line.
         ended: How the run ended; "" before that.
-        stopped_at: `file:line` where a run hung that was ended.
+        stopped_at: `file:line` at which a hanging run was ended.
     """
 
     run: Run
@@ -110,40 +113,40 @@ class Session(ABC):
 
     @property
     def recorder(self) -> Recorder:
-        """The run's recorder, for observers that are being installed: then somebody listens."""
+        """The run's recorder, for observers being installed; they are installed only if the run is recorded."""
         assert self.run.recorder is not None
         return self.run.recorder
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """Rank of this process, as its launcher said; only rank 0 leaves evidence."""
+        """Rank of this process, set by its launcher; only rank 0 writes evidence."""
 
     @abstractmethod
     def listens_to_training(self) -> bool:
-        """Return whether this process has built what one trains with: a launcher or a worker has not."""
+        """Return whether this process has built a loader, a model or an optimizer; a launcher or a worker has not."""
 
     @abstractmethod
     def is_helper(self) -> bool:
-        """Return whether this process was forked or spawned by one that hasten listens to as well."""
+        """Return whether this process was forked or spawned by another Python process under hasten."""
 
     @abstractmethod
     def in_step(self) -> int:
-        """Return the number (from 0) of the training step going on; -1 outside of one, and during validation."""
+        """Return the number (from 0) of the current training step; -1 outside of one, and during validation."""
 
     @abstractmethod
     def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
-        """Return what a recorder holds, which is closed, with all else that is known.
+        """Close a recorder and return its evidence, with everything else that is known.
 
         Args:
             recorder: The recorder.
-            asks: Ask datasets too, if they should be.
+            asks: Whether datasets may be probed for samples that repeat, where this run calls for it.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Write the evidence, once, and remove the live file; this process is about to end."""
+        """Write the evidence, if not written yet, and remove the live file; this process is about to end."""
 
     @abstractmethod
     def complete(self) -> None:
-        """Leave the evidence and end the process at once: the trial has what it wanted, or doctor has heard enough."""
+        """Write the evidence and end the process immediately: the trial or doctor has recorded enough."""

@@ -1,10 +1,10 @@
-"""Checkpoints of a carried script: rank 0 writes them, and the others read what it wrote.
+"""Checkpoints of a script that runs on several devices: rank 0 writes them, and the other ranks read rank 0's files.
 
-The other ranks write nothing among the person's files: they run behind the sandbox of trials, whose scratch folder
-takes what they write (logs, figures, a cache of a dataset) and shows it to them. A checkpoint would fill it, so
-torch.save leaves a mark there; torch.load finds the mark, waits until rank 0 is at the same torch.load, and reads its
-file, which may have another name (`runs/10-31-07/best.pt`). Rank 0 waits until all have read it: the script may remove
-the file then, or write over it.
+The other ranks change none of the user's files: they run in the sandbox of trials, whose scratch folder takes the files
+they write (logs, figures, a dataset's cache) and shows them to the rank. Checkpoints would fill that folder, so there
+torch.save writes only a mark. When torch.load finds the mark, it waits until rank 0 reaches the same torch.load, and
+reads rank 0's file, which may have another name (`runs/10-31-07/best.pt`). Rank 0 waits until all ranks have read the
+file, because the script may then remove or overwrite it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hasten.taps.across import Across
 
 _MARK = b"hasten: rank 0 saved a checkpoint under this name\n"
-_LONGEST = 1800.0  # seconds that rank 0 may be behind, as long as gloo waits for a rank
-_READ_SECONDS = 60.0  # that rank 0 waits for others to read what it loads
-_COMPARED = 1 << 23  # bytes at a file's end by which it is known again: the checksums of a zip file's records are there
+_LONGEST = 1800.0  # seconds that a rank waits for rank 0; gloo waits as long for a rank
+_READ_SECONDS = 60.0  # seconds that rank 0 waits for others to read the file that it loads
+_COMPARED = 1 << 23  # bytes at a file's end that identify it: a zip file has its records' checksums there
 _LOADS = "hasten/loads"
 
 
@@ -40,7 +40,7 @@ def install(across: Across) -> None:
 
     def saving(plain: Any) -> Any:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if not across.acts or not _has_name(f):  # in memory (`BytesIO`), which the rank reads itself
+            if not across.acts or not _has_name(f):  # a file in memory (`BytesIO`), which only this rank reads
                 return plain(obj, f, *args, **kwargs)
             return files.save(plain, obj, f, args, kwargs)
 
@@ -48,7 +48,7 @@ def install(across: Across) -> None:
 
     def loading(plain: Any) -> Any:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            # What is unpickled from memory (a tensor that another rank sent) is loaded by torch.load, too.
+            # torch.load also unpickles from memory, for example tensors that another rank sent.
             if not across.acts or not _has_name(f):
                 return plain(f, *args, **kwargs)
             return files.load(plain, f, args, kwargs)
@@ -60,16 +60,16 @@ def install(across: Across) -> None:
 
 
 class _Rank0:
-    """Saves, and tells the others where what it loads lies."""
+    """Rank 0's side: saves for real, and publishes the path of each file that it loads."""
 
     def __init__(self, across: Across) -> None:
         self._across = across
-        self._saved: set[tuple[int, int]] = set()  # what the bytes of the files are that were saved
+        self._saved: set[tuple[int, int]] = set()  # identities of the saved files, see `_bytes_of`
         self._loads: Counter[str] = Counter()
 
     def save(self, plain: Any, obj: Any, file: Any, args: Any, kwargs: Any) -> Any:
         result = plain(obj, file, *args, **kwargs)
-        with suppress(OSError, AttributeError):  # gone already, or a pipe: nobody can load it
+        with suppress(OSError, AttributeError):  # removed already, or a pipe: nobody can load it
             if not isinstance(file, str | os.PathLike):
                 file.flush()
             self._saved.add(_bytes_of(_name(file)))
@@ -82,19 +82,20 @@ class _Rank0:
         store: Any = world.store
         key = _key(file, self._loads)
         store.set(key, os.path.abspath(_name(file)))
-        known = False
+        saved_here = False
         if self._saved:
-            with suppress(OSError):  # torch.load says so best
-                known = _bytes_of(_name(file)) in self._saved
+            with suppress(OSError):  # torch.load raises the better error
+                saved_here = _bytes_of(_name(file)) in self._saved
         result = plain(file, *args, **kwargs)
         end = time.monotonic() + _READ_SECONDS
-        while known and store.add(f"{key}/read", 0) < world.size - 1 and time.monotonic() < end:
+        # Wait only for files of this run: the other ranks find no mark in place of any other, and read it themselves.
+        while saved_here and store.add(f"{key}/read", 0) < world.size - 1 and time.monotonic() < end:
             time.sleep(0.01)
         return result
 
 
 class _Other:
-    """Leaves marks, and reads rank 0's files in their place."""
+    """The side of the other ranks: saves marks, and reads rank 0's files in their place."""
 
     def __init__(self, across: Across, rank: int) -> None:
         self._across = across
@@ -128,9 +129,10 @@ class _Other:
 
 
 def _key(file: Any, loads: Counter[str]) -> str:
-    """Name a load alike on all ranks: how many files of that name were loaded before, but for the digits in it.
+    """Return a load's key, which is the same on all ranks: the file's name without digits, and a count per name.
 
-    Ranks may have loaded unequally many other files: a dataset of files loads those of its own share.
+    Counting per name, since ranks may load different numbers of other files: a dataset made of files loads those of the
+    rank's own share.
     """
     name = re.sub(r"\d+", "#", os.path.basename(_name(file)))
     loads[name] += 1
@@ -138,7 +140,7 @@ def _key(file: Any, loads: Counter[str]) -> str:
 
 
 def _bytes_of(path: str) -> tuple[int, int]:
-    """Return a file's identity: its size, and a checksum of its end."""
+    """Return a file's identity: its size and a checksum of its end."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _COMPARED))
@@ -146,7 +148,7 @@ def _bytes_of(path: str) -> tuple[int, int]:
 
 
 def _has_name(file: Any) -> bool:
-    """Whether this is a path, or an open file that has one."""
+    """Return whether this is a path, or an open file with a path."""
     return isinstance(file, str | os.PathLike) or (
         isinstance(getattr(file, "name", None), str) and hasattr(file, "seek")
     )
@@ -157,12 +159,12 @@ def _is_marked(source: Any) -> bool:
         try:
             with open(source, "rb") as file:
                 return file.read(len(_MARK)) == _MARK
-        except OSError:  # torch.load says so best
+        except OSError:  # torch.load raises the better error
             return False
     at = source.tell()
-    found = source.read(len(_MARK)) == _MARK
+    marked = source.read(len(_MARK)) == _MARK
     source.seek(at)
-    return bool(found)
+    return bool(marked)
 
 
 def _name(file: Any) -> str:
@@ -170,7 +172,10 @@ def _name(file: Any) -> str:
 
 
 def _path_at_rank_0(store: Any, key: str, rank: int, name: str) -> str:
-    """Wait until rank 0 loads it, too: what it saved and renamed before is in place."""
+    """Wait until rank 0 reaches the same load, when everything it saved and renamed before is in place.
+
+    Returns the path that rank 0 loads.
+    """
     end = time.monotonic() + _LONGEST
     while not store.check([key]):
         if time.monotonic() > end:
@@ -184,7 +189,7 @@ def _path_at_rank_0(store: Any, key: str, rank: int, name: str) -> str:
 
 
 def _opened(path: str) -> io.FileIO:
-    """Open rank 0's file, past the sandbox, which shows the mark."""
+    """Open rank 0's file, bypassing the sandbox (which does not wrap `io.FileIO`): it would show the mark."""
     try:
         return io.FileIO(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The start of a rank that carries a script, before its first line: its GPU, its streams, its files. No torch."""
+"""Set up a rank of a single-device script before the script's first line: its GPU, streams, seeds, files. No torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from hasten.taps.overlay import Overlay
 
 FILES = "HASTEN_RANK_FILES"
-"""Where a rank other than 0, and what it starts, has what it writes."""
+"""Environment variable with the folder for everything that a rank other than 0, or a process it started, writes."""
 
 
 def begin(config: RunConfig, options: RankOptions) -> RunConfig:
-    """Make this process what its rank shall be; return what it is told from here on.
+    """Set up this process as a rank; return its configuration from here on.
 
-    A process that a rank has started (a DataLoader's worker, a script's own helper) is none.
+    A process that a rank started (a DataLoader worker, a helper of the script) is no rank itself: it only shares the
+    rank's folder.
     """
     if not options.is_rank():
         if FILES in os.environ:
@@ -37,28 +38,31 @@ def begin(config: RunConfig, options: RankOptions) -> RunConfig:
     os.environ["CUDA_VISIBLE_DEVICES"] = options.gpus[local_rank] if options.gpus else ""
     _seed(options.seed())
     if rank:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(devnull, 0)  # only rank 0 reads the terminal
+        os.close(devnull)
         os.environ[FILES] = os.path.join(options.folder, f"files-{local_rank}")
         _confine(os.environ[FILES], options)
-        config = dataclasses.replace(config, quiet=True)  # rank 0 says the same
+        config = dataclasses.replace(config, quiet=True)  # rank 0 prints the same messages
     _note_errors(os.path.join(options.folder, f"error-{local_rank}"), rank)
     return config
 
 
 def _confine(scratch: str, options: RankOptions) -> None:
-    """Send what this process and its children write to a folder of their own."""
+    """Redirect everything this process and its children write to the folder `scratch`."""
     from hasten.taps import sandbox
 
     sandbox.confine(scratch, (options.folder,))
-    del os.environ["HASTEN_TRIAL"]  # which this is not
+    del os.environ["HASTEN_TRIAL"]  # `sandbox.confine` sets it, but this is no trial
     if sandbox.overlay is not None:
         os.mkdir = _making(os.mkdir, sandbox.overlay, options.began)
 
 
 def _making(plain: Any, overlay: Overlay, began: float) -> Any:
-    """Make a folder that rank 0 has just made: between `if not exists(runs)` and `mkdir(runs)` it may have."""
+    """Wrap `os.mkdir` to succeed for a folder that rank 0 has just made.
+
+    Rank 0 may make it between this rank's `if not exists(runs)` and `mkdir(runs)`, which would fail here.
+    """
 
     @functools.wraps(plain)
     def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -68,7 +72,7 @@ def _making(plain: Any, overlay: Overlay, began: float) -> Any:
             absolute = overlay.place(path, dir_fd=dir_fd)
             if absolute is None or overlay.exists(overlay.root + absolute) or not overlay.is_theirs(absolute):
                 raise
-            if overlay.stat(absolute).st_ctime < began:
+            if overlay.stat(absolute).st_ctime < began:  # older than this run: it fails on rank 0 as well
                 raise
             overlay.make(absolute)
 
@@ -77,7 +81,7 @@ def _making(plain: Any, overlay: Overlay, began: float) -> Any:
 
 
 def _seed(seed: int) -> None:
-    """What a script draws without a seed of its own is the same on all ranks: a split of a dataset, say."""
+    """Seed Python and NumPy, so that unseeded draws of the script, such as a dataset's split, agree on all ranks."""
     random.seed(seed)
 
     def numpy() -> None:
@@ -89,9 +93,9 @@ def _seed(seed: int) -> None:
 
 
 def _seeding(plain: Any, common: int) -> Any:
-    """Let generators without a seed be alike on all ranks: each the next of those that one seed gives.
+    """Wrap `numpy.random.default_rng` to seed unseeded generators by the common seed and a count: alike on all ranks.
 
-    In a loader's worker they stay what they are: there each worker must draw something else.
+    Not in DataLoader workers, each of which must draw different numbers.
     """
     process, made = os.getpid(), itertools.count()
 
@@ -103,21 +107,21 @@ def _seeding(plain: Any, common: int) -> Any:
 
 
 def _note_errors(path: str, rank: int) -> None:
-    """Leave the error that ends the script where the launcher finds it."""
+    """Write the error that ends the script to `path`, where the launcher reads it."""
     show = sys.excepthook
 
-    def noted(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def note_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         ours = isinstance(error, HastenError)
-        said = {
+        note = {
             "text": "".join(tracebacks.format_exception(kind, error, traceback)),
             "message": error.message if isinstance(error, HastenError) else "",
             "fix": error.fix if isinstance(error, HastenError) else "",
             "code": error.code if isinstance(error, HastenError) else 1,
         }
         with open(path, "w") as file:
-            json.dump(said, file)
-        # The launcher says hasten's own errors, and a Ctrl-C is seen on rank 0.
+            json.dump(note, file)
+        # The launcher prints hasten's own errors, and rank 0 shows the traceback of a Ctrl-C.
         if not (ours or (rank and issubclass(kind, KeyboardInterrupt))):
             show(kind, error, traceback)
 
-    sys.excepthook = noted
+    sys.excepthook = note_and_show

@@ -1,4 +1,7 @@
-"""The taps of a rank that carries a script: where `across` is told what the script builds and does."""
+"""The taps of a rank of a single-device script: they call `Across` for what the script builds and does.
+
+`under` sets those that run inside the techniques' taps, before the other taps are set; `over` sets those around them.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from hasten.taps.wrapping import tap
 
 
 def under(session: Session) -> Across:
-    """Set the taps that go under those of techniques, and return what they tell.
+    """Set the taps inside those of techniques, and return the Across that they call.
 
-    Gradients are averaged before a technique sees them: one that scales losses must find an overflow on all ranks or
-    on none.
+    Gradients are averaged before a technique sees them: a technique that scales losses must find an overflow on all
+    ranks or on none.
     """
     options = session.config.ranks
     assert options is not None
     import torch
 
-    torch.manual_seed(options.seed())  # a script that seeds does so after this
+    torch.manual_seed(options.seed())  # a script's own `manual_seed` comes later and overrides it
     across = Across(session, options)
     session.on_model.append(across.model)
     _tap_backward(across)
@@ -31,7 +34,7 @@ def under(session: Session) -> Across:
 
 
 def over(across: Across) -> None:
-    """Set the taps that go over those of techniques: they see what the script gets."""
+    """Set the taps around those of techniques: they see what the script gets."""
     import torch
 
     _tap_what_is_distributed(across)
@@ -51,7 +54,10 @@ def over(across: Across) -> None:
 
 
 def _tap_what_is_distributed(across: Across) -> None:
-    """A script that is written for several processes is not one to be carried."""
+    """Refuse a script that is written for several processes: it must be started by torchrun instead.
+
+    nn.DataParallel is allowed, on the rank's one GPU.
+    """
     import torch
     import torch.distributed as dist
     from torch.utils.data.distributed import DistributedSampler
@@ -77,7 +83,7 @@ def _tap_what_is_distributed(across: Across) -> None:
 
     def paralleling(build: Any) -> Any:
         def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
-            build(self, module, None, None, dim)  # each rank sees one GPU
+            build(self, module, None, None, dim)  # drop the script's device ids: each rank sees a single GPU
 
         return __init__
 
@@ -88,8 +94,8 @@ def _tap_loaders(across: Across) -> None:
     import torch.utils.data.dataloader as room
 
     kind: Any = room.DataLoader
-    whole = kind._index_sampler.fget
-    kind._index_sampler = property(lambda loader: across.sampler(loader, whole(loader)))
+    full_sampler = kind._index_sampler.fget
+    kind._index_sampler = property(lambda loader: across.sampler(loader, full_sampler(loader)))
 
     def building(build: Any) -> Any:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +120,9 @@ def _tap_loaders(across: Across) -> None:
     def preparing(build: Any) -> Any:
         def __init__(self: Any, loader: Any, *args: Any) -> None:
             build(self, loader, *args)
-            if across.acts:  # workers of two ranks do not augment alike; torch's CPU generator takes the lower 32 bits
+            # Workers are seeded by `_base_seed`, which is alike on all ranks: shift it, so that the workers of two
+            # ranks do not augment alike. It must change the lower 32 bits: torch's CPU generator takes no others.
+            if across.acts:
                 self._base_seed += across.meeting().world.rank * 1_000_003
 
         return __init__
@@ -169,7 +177,7 @@ def _tap_optimizers(across: Across) -> None:
             if across.acts:
                 if isinstance(self, torch.optim.LBFGS):
                     raise across.refuse("LBFGS decides by the loss of each rank's own share", "use another optimizer")
-                across.optimizers += len(self.param_groups) == 1
+                across.optimizers += len(self.param_groups) == 1  # the first group: a new optimizer
                 across.add(self.param_groups[-1]["params"])
 
         return add_param_group

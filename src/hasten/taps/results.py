@@ -1,4 +1,4 @@
-"""Taps on results: losses in validation, scaled losses, checkpoints, copies to the GPU."""
+"""Taps on results: validation losses, losses scaled by a GradScaler, checkpoints, copies to the GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _tap_losses(session: Session) -> None:
     import torch.nn.functional as functional
     from torch.compiler import is_compiling
 
-    transforming = torch._C._are_functorch_transforms_active  # `vmap(grad(...))`: such a loss has no number to keep
+    transforming = torch._C._are_functorch_transforms_active  # in `vmap(grad(...))` a loss is a wrapper, not a number
 
     def listening(plain: Any) -> Any:
         def loss(*args: Any, **kwargs: Any) -> Any:
@@ -78,9 +78,10 @@ def _tap_losses(session: Session) -> None:
 
 
 def _validates(session: Session, recorder: Any, loss: Any) -> bool:
-    """Whether a loss is validation's: it has a graph if, and only if, the last forward has one."""
+    """Return whether a loss is a validation loss: it must have a graph if and only if the last forward has one."""
     if session.without_graph and loss.requires_grad:
-        return False  # of another forward, before that of a target net or a teacher
+        return False  # the loss of an earlier forward, after which a target network or a teacher ran without a graph
+    # A forward that was taken for a teacher's (see modules.py) turns out to be validation: its loss has no graph.
     if session.aside and not loss.requires_grad:
         recorder.was_validation(session.aside)
         session.validating, session.aside = True, 0.0
@@ -89,7 +90,7 @@ def _validates(session: Session, recorder: Any, loss: Any) -> bool:
 
 @passed_over
 def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
-    """torch.jit.script reads the source of what it compiles: it must find torch's own functions."""
+    """Tap torch.jit.script to put torch's own functions back while it runs: it reads the source of what it compiles."""
     import torch
 
     @passed_over
@@ -109,7 +110,7 @@ def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str,
 
 
 def _tap_scaler(session: Session) -> None:
-    """Remember the loss in front of a script's own GradScaler, whose scale would hide it."""
+    """Remember the unscaled loss of a script's own GradScaler, to record it instead of the scaled one."""
     from torch.amp import GradScaler
 
     def scaling(plain: Any) -> Any:
@@ -142,7 +143,7 @@ def _tap_checkpoints(session: Session) -> None:
 
 
 def _tap_copies(session: Session) -> None:
-    """Time copies from the CPU to a GPU; without a GPU there are none."""
+    """Time copies from the CPU to a GPU, if there is a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A trial's random seeds: fixed, and shifted by the trial's number so that each trial has seeds of its own."""
+"""Fix a trial's random seeds, and shift the seeds that the script sets, so that trials can differ in their seeds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hasten.taps.after_import import after_import
 
 
 def fix_seeds(shift: int) -> None:
-    """Seed Python and, once imported, NumPy; `fix_torch_seeds` does torch.
+    """Seed Python's generator and, once imported, NumPy's; `fix_torch_seeds` seeds torch's.
 
     Args:
-        shift: 0 leaves the seeds that the script sets itself as they are; another number is added to them.
+        shift: The seed. It is also added to the seeds that the script sets; 0 leaves them unchanged.
     """
     random.seed(shift)
     random.seed = _shifted(random.seed, shift)
@@ -28,7 +28,7 @@ def fix_seeds(shift: int) -> None:
 
 
 def fix_torch_seeds(shift: int) -> None:
-    """Seed torch, and shift the seeds that the script sets."""
+    """Seed torch, and shift the seeds that the script sets by `shift`."""
     import torch
 
     torch.manual_seed(shift)

@@ -1,4 +1,4 @@
-"""One process's session: sets the taps, watches a trial's bounds, leaves the evidence."""
+"""The session of one process: sets the taps, ends a trial at its limits, and writes the evidence."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from hasten.check.witness import Witness
     from hasten.taps.tuned import Told
 
-_COMPILED_BY = 5  # steps after which compilation is over and a trial's seconds count
-_FEWEST = 7  # steps of a trial that ends by its clock: with two to warm up, four behind them tell a pace
-_POLL = 0.1
+_COMPILED_BY = 5  # steps after which compilation counts as over, and a trial's seconds begin
+_FEWEST = 7  # fewest steps of a trial that its time limit ends: two of warm-up, and enough after them to tell a pace
+_POLL = 0.1  # seconds
 
 
 class ProcessSession(Session):
-    """hasten's work in this process, from the import of torch to the end."""
+    """hasten's session in this process, from the import of torch until the process ends."""
 
     current: ClassVar[ProcessSession | None] = None
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         listens = bool(config.evidence) or config.auto is not None
-        # A trial compares each step's loss, and a bounded run ends after a certain step.
+        # The recorder must see every step if each step's loss is compared (trials) or steps end the run (doctor).
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
         recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
         self.run = run_of(config, recorder)
@@ -60,14 +60,14 @@ class ProcessSession(Session):
         self.witness: Witness | None = None  # of `hasten check`
         self.auto: Told | None = None  # of `hasten run --auto` and `--replay`
         self._is_fork = False
-        self._interrupted = False  # by a Ctrl-C that nobody handled
+        self._interrupted = False  # whether a Ctrl-C that the script did not handle ended it
         self._leaving = threading.RLock()
-        self._since: float | None = None  # when the steps behind compilation began
+        self._since: float | None = None  # when compilation was over, on the recorder's clock
         self._trained_passes = 0
 
     @classmethod
     def start(cls, config: RunConfig) -> None:
-        """Set every tap; one that cannot be set is skipped and named."""
+        """Start this process's session and set every tap; a tap that cannot be set is skipped and recorded."""
         from hasten.taps import data, modules, no_compile, optimizers, results, sandbox
 
         session = cls.current = cls(config)
@@ -78,7 +78,7 @@ class ProcessSession(Session):
         session.run.process()
         if config.ranks is None:
             session._tap(data, modules, optimizers, results)
-        else:  # what fails here must not be skipped
+        else:  # outside any guard: without these taps the ranks would train apart, so an error must end the rank
             from hasten.taps import ranks
 
             across = ranks.under(session)
@@ -88,7 +88,7 @@ class ProcessSession(Session):
             session._observe()
         if config.witness is not None:
             session._witness()
-        session._tap(no_compile)  # last: it marks what the others have loaded
+        session._tap(no_compile)  # last: it marks the functions of all modules that the other taps have imported
         session._watch_the_steps()
         session._drive()
         session._tune_the_run()
@@ -114,7 +114,7 @@ class ProcessSession(Session):
                 tap.install(self)
 
     def _witness(self) -> None:
-        """Have `hasten check` look at all that happens, behind what techniques make of it."""
+        """Let `hasten check` compare this process's tensors, after techniques changed them."""
         import torch
 
         from hasten.check.listen import listen
@@ -122,7 +122,7 @@ class ProcessSession(Session):
 
         options = self.config.witness
         assert options is not None
-        if self.rank:  # each rank follows the track of its own twin
+        if self.rank:  # each rank is compared with the same rank of the other run
             options = dataclasses.replace(
                 options, track=f"{options.track}-{self.rank}", result=f"{options.result}-{self.rank}"
             )
@@ -132,7 +132,7 @@ class ProcessSession(Session):
         self._end_before_exit(self.witness)
 
     def _end_before_exit(self, witness: Any) -> None:
-        """A script may end by `os._exit`, past all that Python does at an end: what was seen is written first."""
+        """Write the witness's result before `os._exit`, which ends a process without running atexit handlers."""
         plain, process = os._exit, os.getpid()
 
         @functools.wraps(plain)
@@ -144,13 +144,13 @@ class ProcessSession(Session):
         os._exit = _exit
 
     def _drive(self) -> None:
-        """Have techniques switched while the training runs."""
+        """Start switching techniques while the training runs, if a tune asks for it."""
         board, recorder = self.run, self.run.recorder
         if self.config.warm is None or not isinstance(board, Switchboard) or recorder is None or self.rank:
             return
         from hasten.online.driver import Driver
 
-        # The tune that started this process works, too, when a block is over.
+        # `root`: the tune that started this process also takes CPU when a block is over.
         self.driver = Driver(self.config.warm, board, recorder, self.complete, root=os.getppid())
         self.steps_over.tell(self.driver.on_step)
 
@@ -167,16 +167,16 @@ class ProcessSession(Session):
 
     @property
     def rank(self) -> int:
-        """The rank of this process, as its launcher said; only rank 0 leaves evidence."""
-        said = os.environ.get("RANK", "0")
-        return int(said) if said.isdecimal() else 0
+        """Rank of this process, set by its launcher; only rank 0 writes evidence."""
+        rank = os.environ.get("RANK", "0")
+        return int(rank) if rank.isdecimal() else 0
 
     def listens_to_training(self) -> bool:
-        """Whether this process has built what one trains with: a launcher or a worker has not."""
+        """Return whether this process has built a loader, a model or an optimizer; a launcher or a worker has not."""
         return bool(self.loaders or self.optimizers or self.run.models)
 
     def in_step(self) -> int:
-        """The number (from 0) of the training step that is going on; -1 outside of one, and during validation."""
+        """Return the number (from 0) of the current training step; -1 outside of one, and during validation."""
         recorder = self.run.recorder
         return -1 if recorder is None or self.validating else recorder.step_in_progress()
 
@@ -190,6 +190,7 @@ class ProcessSession(Session):
         show = sys.excepthook
 
         def crashed(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            # Doctor tries changes only after it has its evidence: an error during that may be theirs, not the script's.
             if self.tried is not None and issubclass(kind, Exception):
                 self.run.skip("the script, while changes were tried in it", error)
                 self.complete()
@@ -206,7 +207,7 @@ class ProcessSession(Session):
             multiprocessing.util.register_after_fork(self, ProcessSession._forked)
 
     def _forked(self) -> None:
-        """In a forked child: it may train by itself, but does not go on with what its parent recorded."""
+        """Reset the session in a forked child, which may train itself: drop everything its parent recorded."""
         import multiprocessing.util
 
         self._is_fork, self.tried, self.heard = True, None, None
@@ -219,12 +220,15 @@ class ProcessSession(Session):
         if recorder is not None:
             self.steps_over.restart()
             self.steps_over.tell(self._begin_live_of_fork)
+            # Reset in place: the taps hold references to this recorder.
             recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass, recorder.may_rest)  # type: ignore[misc]
+            # multiprocessing's children end by `os._exit`, without atexit handlers, but run their finalizers.
             multiprocessing.util.Finalize(None, self.leave, exitpriority=0)
 
-    # -- the bounds of a trial -------------------------------------------------------------------------
+    # -- the limits of a trial -------------------------------------------------------------------------
 
     def _on_pass(self, opened: OpenPass, began: bool) -> None:
+        """Pass on that a pass began or ended; end a trial when a training pass beyond its `epochs` begins."""
         if self.bounds is not None:
             self.bounds.on_pass(opened, began)
         if self.driver is not None:
@@ -240,13 +244,14 @@ class ProcessSession(Session):
                 self.complete()
 
     def _trained_for(self) -> float:
-        """Seconds since the first step began."""
+        """Return the seconds since the first step began; 0.0 before that."""
         recorder = self.run.recorder
         if recorder is None or not recorder.kept.start:
             return 0.0
         return recorder.now() - recorder.origin - recorder.kept.start[0]
 
     def _watch_the_trial(self, steps: int) -> None:
+        """End a trial that has enough steps or has run long enough. Called at the end of every step."""
         trial, recorder = self.trial, self.run.recorder
         if trial is None or recorder is None:
             return
@@ -256,24 +261,25 @@ class ProcessSession(Session):
         if steps == _COMPILED_BY:
             self._since = recorder.now()
         ends_anywhere = self._trained_passes or recorder.step_of == "optimizer"
+        # A trial with a loader may end within its first training pass only after four times the seconds.
         bound = trial.seconds if ends_anywhere else 4 * trial.seconds
         late = self._since is not None and recorder.now() - self._since > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
             self.complete()
 
     def _end_in_time(self, trial: TrialOptions, recorder: Recorder) -> None:
-        """End the trial when its time is over: a slow step, or an evaluation, may go on for long."""
+        """End the trial from a thread of its own when its time is over: a slow step or an evaluation may last long."""
         time.sleep(trial.most_seconds)
         while recorder.steps < _FEWEST:
             time.sleep(_POLL)
         self.complete()
 
     def complete(self) -> None:
-        """The trial has what it wanted, or doctor has heard enough: leave the evidence, end the process at once."""
+        """Write the evidence and end the process immediately: the trial or doctor has recorded enough."""
         self.ended = "complete"
         self.leave()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed by the script, or nobody reads it any more
+            with contextlib.suppress(Exception):  # closed by the script, or its reader has ended
                 stream.flush()
         if self.bounds is not None:
             self.bounds.wait_for_the_others()
@@ -282,9 +288,9 @@ class ProcessSession(Session):
     # -- the evidence ----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Write the evidence, once, and remove the live file; this process is about to end."""
-        # A loader's iterator that is collected now waits five seconds for each worker: in a forked process the queue
-        # by which they are told to end is closed by this time. What is left is torn down without being collected.
+        """Write the evidence, if not written yet, and remove the live file; this process is about to end."""
+        # If a DataLoader's iterator is collected now, it waits five seconds for each worker: in a forked process the
+        # queue that tells workers to end is closed by now. Without collections the interpreter tears it down instead.
         gc.disable()
         with self._leaving:
             if self.auto is not None:
@@ -300,13 +306,13 @@ class ProcessSession(Session):
     def _leave_at_exit(self) -> None:
         self.leave()
         if self._interrupted:
-            # Python ends by the signal itself (exit code 130 in a shell) where the last string it ran as code was
-            # interrupted; a dataclass that is made while the evidence is written is such a string.
+            # CPython ends by SIGINT itself (exit code 130 in a shell) only if the code it last ran from a string was
+            # interrupted. Writing the evidence may define dataclasses, which run code from strings and so reset that.
             with contextlib.suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")
 
     def is_helper(self) -> bool:
-        """Whether this process was forked or spawned by one that hasten listens to as well."""
+        """Return whether this process was forked or spawned by another Python process under hasten."""
         return self._is_fork or multiprocessing.parent_process() is not None
 
     def _leave(self) -> None:
@@ -323,12 +329,12 @@ class ProcessSession(Session):
             and not stuck
             and (self.is_helper() or mark_of(path) not in ("", self.config.former))
         ):
-            return  # a launcher, a worker, a helper: the process that trained leaves its own
+            return  # a launcher, a worker or a helper: the process that trained writes the evidence
         if self.rank:
             return
         try:
-            (self.evidence_of(recorder) if self.heard is None else self._whole(self.heard)).write(path)
-        except Exception as error:  # a script's exit code is not ours to spoil
+            (self.evidence_of(recorder) if self.heard is None else self._with_trials(self.heard)).write(path)
+        except Exception as error:  # must not change the script's exit code
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:
@@ -338,26 +344,26 @@ class ProcessSession(Session):
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
             messages.tell(f"hasten: {line}")
 
-    def _whole(self, heard: Evidence) -> Evidence:
-        """Return the evidence heard, with what was tried after it."""
+    def _with_trials(self, heard: Evidence) -> Evidence:
+        """Return the evidence from before doctor switched techniques, with the results of switching them."""
         if self.recorded is not None and self._asks_datasets(self.recorded):
             heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
         tried = self.tried() if self.tried is not None else ()
         return dataclasses.replace(heard, tried=tried, skipped=tuple(self.run.skipped))
 
     def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
-        """Return what a recorder holds, which is closed, with all else that is known."""
+        """Close a recorder and return its evidence, with everything else that is known."""
         recorder.close()
         return gather(self, recorder, self.built.facts(recorder, asks and self._asks_datasets(recorder)))
 
     def _asks_datasets(self, recorder: Recorder) -> bool:
-        """Whether datasets are asked what of them repeats itself, which takes a few samples.
+        """Return whether to probe datasets for samples that repeat, which makes a few samples.
 
-        In a trial that is to; under doctor where the training waited for data and is over in good order.
+        True in a trial that asks for it, and under doctor if the training waited for data and ended without an error.
         """
         if self.trial is not None:
             return self.trial.probe
         if self.config.doctor is None or self.error or self.stopped_at:
             return False
-        steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]
+        steps = recorder.kept.phases[len(recorder.kept.phases) // 2 :]  # the later half, after any warm-up
         return sum(step[Phase.DATA] for step in steps) > 0.02 * sum(map(sum, steps))

@@ -1,4 +1,7 @@
-"""Who is told that steps are over, and when: a call costs some 2 us in a training loop, so nobody is called in vain."""
+"""Call listeners at the end of steps.
+
+A call takes about 2 us in a training loop, so each listener says at which step it wants to be called next.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 NEVER = sys.maxsize
-"""The answer of a listener that wants to hear no more, unless it is hurried."""
+"""What a listener returns to be called no more, except by `hurry`."""
 
 Listener = Callable[[int], int | None]
-"""Is told how many steps are over; answers how many must be before it is told again, None: one more."""
+"""Called with the number of finished steps; returns the number at which to be called next, None for the next step."""
 
 
 @dataclass(slots=True)
@@ -20,7 +23,7 @@ class _Waiting:
 
 
 class StepsOver:
-    """Tells listeners that steps are over, between two steps: before the next batch is asked for."""
+    """Calls listeners between two steps: after a step, before the next batch is asked for."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
@@ -28,30 +31,30 @@ class StepsOver:
         self._next = NEVER
 
     def tell(self, listener: Listener, at: int = 1) -> None:
-        """Tell it when `at` steps are over."""
+        """Call a listener once `at` steps are over."""
         self._waiting.append(_Waiting(at, listener))
         self._next = min(self._next, at)
 
     def hurry(self, listener: Listener) -> None:
-        """Tell it at the end of the step that goes on, whatever it answered; from any thread."""
+        """Call a listener at the end of the current step, even if it asked for a later one. Thread-safe."""
         self._hurried.append(listener)
         self._next = 0
 
     def only(self, *listeners: Listener) -> None:
-        """Tell nobody else any more."""
+        """Drop all other listeners."""
         self._waiting = [waiting for waiting in self._waiting if waiting.listener in listeners]
 
     def restart(self) -> None:
-        """Steps are counted from 0 again: tell everyone at the end of the first."""
+        """Call every listener at the end of the next step: the steps are counted from 0 again."""
         for waiting in self._waiting:
             waiting.at = 1
         self._next = 0
 
     def __call__(self, steps: int) -> None:
-        """So many steps are over."""
+        """Call the listeners that are due after this many steps."""
         if steps < self._next:
             return
-        self._next = NEVER  # whoever hurries from here on is heard at the next step
+        self._next = NEVER  # set before the loop: a `hurry` from another thread during it counts for the next step
         for waiting in list(self._waiting):
             hurried = waiting.listener in self._hurried
             if hurried:

@@ -1,4 +1,4 @@
-"""A script's errors as Python would show them without hasten, and in one line."""
+"""Show a script's errors as Python would without hasten, and format them in one line."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from types import TracebackType
 
 from hasten.taps.after_import import after_import
 
-_IN_WORKER = "in DataLoader worker process"  # torch raises a worker's error again, with its traceback as text
+_IN_WORKER = "in DataLoader worker process"  # torch re-raises a worker's error with its traceback as the message
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def describe(error: BaseException) -> str:
-    """The error as one line, with the last place in it that is the script's own, or else the last of all."""
+    """Format an error in one line, with the last `file:line` in the script's own code, or else the last of all."""
     place = place_of(error) or "".join(_places(error)[-1:])
     return in_one_line(error) + (f" ({place})" if place else "")
 
 
 def in_one_line(error: BaseException) -> str:
-    """The error without its place; of one that a loader's worker raised, what it was in the worker."""
+    """Format an error in one line, without its location.
+
+    For an error re-raised from a DataLoader worker, use the worker's original error.
+    """
     lines = str(error).strip().splitlines()
     if lines and _IN_WORKER in lines[0]:
         return lines[-1]
@@ -27,7 +30,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """`file:line` of the script's own code in which an error arose, in this process or in a worker; "" if in none."""
+    """Return the last `file:line` in the script's own code in an error's traceback, also a worker's; "" if none."""
     from hasten.evidence.libraries import is_library
 
     own = [place for place in _places(error) if not (place.startswith(("<", _OURS)) or is_library(place))]
@@ -35,7 +38,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _places(error: BaseException) -> list[str]:
-    """`file:line` of each frame; a worker's, which come as the error's text, behind those of the script's loop."""
+    """Return the `file:line` of each frame; a worker's frames, parsed from the error's text, come after the loop's."""
     import re
     import traceback
 
@@ -46,7 +49,7 @@ def _places(error: BaseException) -> list[str]:
 
 
 def hide_our_frames() -> None:
-    """Show a script's traceback as Python would without us: frames of our wrappers are left out."""
+    """Leave hasten's own frames out of the tracebacks that end the script or a thread."""
     show = sys.excepthook
 
     def without_ours(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -64,8 +67,8 @@ def hide_our_frames() -> None:
         def without_ours_either(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None:
                 _strip(args.exc_value, set())
-                told = (args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread)
-                args = threading.ExceptHookArgs(told)
+                stripped = (args.exc_type, args.exc_value, args.exc_value.__traceback__, args.thread)
+                args = threading.ExceptHookArgs(stripped)
             show_in_thread(args)
 
         threading.excepthook = without_ours_either
@@ -74,20 +77,20 @@ def hide_our_frames() -> None:
 
 
 def _strip(error: BaseException, seen: set[int]) -> None:
-    """Take our frames out of an error's traceback, and out of those it was raised from or holds."""
+    """Remove hasten's frames from the tracebacks of an error, of its cause and context, and of a group's errors."""
     if id(error) in seen:
         return
     seen.add(id(error))
-    kept = error.__traceback__
-    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
-        kept = kept.tb_next
-    at = kept
-    while at is not None and at.tb_next is not None:
-        if at.tb_next.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
-            at.tb_next = at.tb_next.tb_next
+    first = error.__traceback__
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+        first = first.tb_next
+    entry = first
+    while entry is not None and entry.tb_next is not None:
+        if entry.tb_next.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+            entry.tb_next = entry.tb_next.tb_next
         else:
-            at = at.tb_next
-    error.__traceback__ = kept or error.__traceback__
+            entry = entry.tb_next
+    error.__traceback__ = first or error.__traceback__  # an error within hasten alone keeps its traceback
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     for other in (error.__cause__, error.__context__, *inner):
         if other is not None:

@@ -1,4 +1,4 @@
-"""A person's own run, tuned while it goes on, or switched as an earlier one was."""
+"""Tune a user's own run while it trains (`--auto`), or repeat the switches of an earlier run (`--replay`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Told = Auto | Leading | Following | Replay
 
 
 def begin(session: Session, built: Built) -> Told | None:
-    """Have techniques switched in the processes that train; not in their helpers."""
+    """Start switching techniques in a process that trains; return None in its helpers (multiprocessing's children)."""
     options, board, recorder = session.config.auto, session.run, session.run.recorder
     if options is None or not isinstance(board, Switchboard) or recorder is None:
         return None
@@ -35,7 +35,7 @@ def begin(session: Session, built: Built) -> Told | None:
     say = functools.partial(_say, session.config.quiet or session.rank > 0)
     over = functools.partial(_listen_no_more, session)
     told: Told
-    if options.replay:  # each rank by itself: all have the same steps
+    if options.replay:  # every rank replays on its own, as all count the same steps
         told = Replay(read_schedule(Path(options.schedule), say), board, recorder, say, over)
     elif session.rank:
         told = Following(board, recorder, session.rank, over)
@@ -49,19 +49,19 @@ def begin(session: Session, built: Built) -> Told | None:
 
 
 def so_far(session: Session, built: Built) -> Evidence:
-    """The evidence of a run that goes on: without what reads losses or asks datasets for samples."""
+    """Return the evidence of a run that still trains, without reading losses or probing datasets."""
     recorder = session.run.recorder
     assert recorder is not None
     facts = built.facts(recorder)
     facts["loaders"] = tuple(
-        told_without_asking(known, loader.held())
-        for known, loader in zip(facts["loaders"], session.loaders, strict=True)
+        told_without_asking(loader_facts, loader.held())
+        for loader_facts, loader in zip(facts["loaders"], session.loaders, strict=True)
     )
     return evidence_so_far(recorder, session.config.command, facts)
 
 
 def _listen_no_more(session: Session) -> None:
-    """Nobody needs to hear of steps any more, but for evidence that was asked for."""
+    """Stop recording steps once tuning is over, unless evidence was asked for."""
     if not session.config.evidence:
         session.run.recorder = None
 

@@ -1,6 +1,6 @@
-"""How a function is replaced by one that also listens, so that nobody else can tell.
+"""Replace a function by a wrapper that looks like it, in names, pickles and warnings.
 
-What is tapped stays so until the process ends: the script may keep the function.
+Taps are never removed: the script may hold a reference to the wrapper.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _Maker = TypeVar("_Maker", bound=Callable[..., Any])
 
 
 def tap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(plain)` in the place of `owner.name`; nothing happens where there is no such thing.
+    """Replace `owner.name` by `make(plain)`; do nothing if it does not exist.
 
-    It keeps the name under which it is found, by which it is pickled.
-    Replaced are plain functions only: torch.compile traces through them, and not through other callables.
+    The wrapper gets the module and qualified name under which it is found, so that it can be pickled. `make` must
+    return a plain function: torch.compile traces through functions, but not through other callables.
     """
     plain = getattr(owner, name, None)
     if plain is None:
@@ -31,17 +31,17 @@ def tap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def passed_over(maker: _Maker) -> _Maker:
-    """Have `warnings` pass over the functions that `maker` defines, as if their callers had called what they call.
+    """Make `warnings` skip the frames of functions that `maker` defines when it counts a `stacklevel`.
 
-    What torch warns of with a `stacklevel` is then of the script's line, as in a plain run, and shown as often. Python
-    passes over frames of importlib's bootstrap, which it tells by these two words in a file's name (`setup_context` in
-    CPython's `_warnings.c`). Were that to change, such warnings would be of the tap's line again. What C++ warns of
-    itself is of the tap's line all the same: that goes by the running frame.
+    torch's warnings then point to the script's line, as in a plain run, and are shown as often. Python skips frames of
+    importlib's bootstrap, which it recognises by the words "importlib" and "_bootstrap" in the file's name
+    (`setup_context` in CPython's `_warnings.c`), so these are put into the code's file name. If CPython changed that,
+    such warnings would point to the tap's line again. Warnings from C++ do so in any case: they use the running frame.
     """
     maker.__code__ = _renamed(maker.__code__)
     return maker
 
 
 def _renamed(code: CodeType) -> CodeType:
-    inside = (_renamed(one) if isinstance(one, CodeType) else one for one in code.co_consts)
-    return code.replace(co_filename=f"{code.co_filename} (importlib._bootstrap)", co_consts=tuple(inside))
+    consts = (_renamed(const) if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_filename=f"{code.co_filename} (importlib._bootstrap)", co_consts=tuple(consts))

@@ -1,16 +1,17 @@
-"""Starts hasten's taps in a Python process that `hasten run` or `hasten tune` started, before its first line."""
+"""Start hasten's taps before the first line of a Python process that hasten started, or of its Python children."""
 
 import os
 import sys
 
 
 def _start() -> None:
+    # Step aside first, and import the environment's own `sitecustomize`, which this file shadows, if there is one.
     here = os.path.dirname(os.path.abspath(__file__))
     ours = sys.modules[__name__]
     sys.path[:] = [place for place in sys.path if os.path.abspath(place) != here]
     del sys.modules[__name__]
     try:
-        import sitecustomize  # noqa: F401  (the one that ours stands in front of, if there is any)
+        import sitecustomize  # noqa: F401
     except ImportError as error:
         if error.name != "sitecustomize":
             _say(f"sitecustomize: {error!r}")
@@ -21,14 +22,14 @@ def _start() -> None:
             from hasten.taps.boot import boot
 
             boot()
-        except Exception as error:  # the script goes on as if hasten were not there
+        except Exception as error:  # the script continues as if hasten were absent
             _say(f"hasten: could not start in this process, the script runs without it: {error!r}")
 
 
 def _say(text: str) -> None:
-    try:  # hasten itself may be what cannot be imported
+    try:  # not by hasten.messages: hasten itself may be what cannot be imported
         print(text, file=sys.stderr)
-    except (OSError, ValueError):  # nobody can read it
+    except (OSError, ValueError):  # stderr is closed or its reader has ended
         return
 
 
