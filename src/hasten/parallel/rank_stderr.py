@@ -72,8 +72,8 @@ class RankStderr:
 
     def _show(self, rank: int, line: bytes) -> None:
         """Write a line as a terminal would show it: of a progress bar, the last state only."""
-        # A progress bar overwrites its line by carriage returns.
-        shown = line.rstrip(b"\r").rpartition(b"\r")[2].removeprefix(b"[rank%d]: " % rank)  # torch's prefix of tracebacks
+        # A progress bar overwrites its line by carriage returns. torch prefixes tracebacks with the rank itself.
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2].removeprefix(b"[rank%d]: " % rank)
         if shown.strip():
             with suppress(OSError):  # our own stderr is closed
                 os.write(2, b"[rank %d] %s\n" % (rank, shown))

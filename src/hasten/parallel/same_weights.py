@@ -71,7 +71,7 @@ class SameWeights:
 
         with torch.no_grad():
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            # As bytes: not every backend takes every dtype.
+            # As bytes: gloo does not send every dtype (uint16 and float8, for example).
             dist.broadcast((torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8), 0)
             if not self._world.is_zero:
                 copy_back(flat, tensors)
