@@ -147,7 +147,7 @@ class DDP(Strategy):
             self._sharded = {id(optimizer): ShardedStates(optimizer, world) for optimizer in optimizers}
 
     def wrap(self, model: Any, world: World) -> None:
-        """Give rank 0's parameters to all, and listen to the gradients."""
+        """Wrap the model in DDP, which broadcasts rank 0's parameters, and install gradient compression."""
         given, self._world = self.given, world
         self._wrapped = wrap(model, model.training_step, world, **given.options())
         if given.gradient_compression is not None:
@@ -157,11 +157,11 @@ class DDP(Strategy):
             self._wrapped.register_comm_hook(given.ddp_comm_state, given.ddp_comm_hook)
 
     def training_step(self, method: Forward) -> Forward:
-        """Return the step behind DDP."""
+        """Return the DDP module, whose forward is the model's `training_step`."""
         return self._wrapped  # type: ignore[no-any-return]
 
     def manual_step(self, method: Forward) -> Forward:
-        """Return the step, whose backward is announced by `before_backward`."""
+        """Return the step under DDP; each backward in it must follow a call of `before_backward`."""
         return functools.partial(manual_forward, self._wrapped)
 
     def check_exchange(self) -> Callable[[], None]:
