@@ -1,4 +1,4 @@
-"""Techniques by name: what a person asked `setup` for, checked."""
+"""Resolve and check the techniques that a call of `setup` names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ _PRECISIONS = {
 def technique_settings(
     asked: Mapping[str, Setting | None], plan: str | Path | Plan | None
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Return the techniques to install, and what to say about those that can do nothing here.
+    """Return the techniques to install, and remarks about those that can have no effect here.
+
+    Args:
+        asked: Technique name -> setting, as in the call; None: not asked for.
+        plan: Plan, or path of its file; None: no plan.
 
     Raises:
-        HastenError: A name or setting is unknown, or the plan says otherwise.
+        HastenError: A name or setting is unknown, or contradicts the plan.
     """
     given = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
     check(given)
@@ -58,7 +62,7 @@ def technique_settings(
 
 
 def _full(name: str, setting: Setting | None) -> Setting | None:
-    """Return a setting by its name in the catalogue."""
+    """Return a setting as the catalogue spells it; None if it needs no technique."""
     if name == "precision" and setting is not None:
         return _PRECISIONS.get(str(setting), setting)
     if name == "compile" and setting is True:
@@ -67,6 +71,7 @@ def _full(name: str, setting: Setting | None) -> Setting | None:
 
 
 def _check(name: str, setting: Setting) -> None:
+    """Raise a HastenError if the technique is unknown, or the setting invalid."""
     technique = CATALOGUE.get(name)
     if technique is None:
         hint = did_you_mean(name, CATALOGUE) or "`hasten techniques` lists them"
