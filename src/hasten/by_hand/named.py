@@ -35,11 +35,11 @@ def technique_settings(
     Raises:
         HastenError: A name or setting is unknown, or contradicts the plan.
     """
-    given = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
-    check(given)
-    chosen = dict(given.techniques)
+    base = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
+    check(base)
+    chosen = dict(base.techniques)
     machine = this_machine()
-    said = remarks(given, machine)
+    notes = remarks(base, machine)
     for name, setting in asked.items():
         setting = _full(name, setting)
         if setting is None:
@@ -47,18 +47,18 @@ def technique_settings(
         _check(name, setting)
         if name in chosen and chosen[name] != setting:
             raise HastenError(
-                f"the plan says {name} = {toml_value(chosen[name])} ({given.where(name)}), the call says "
+                f"the plan says {name} = {toml_value(chosen[name])} ({base.where(name)}), the call says "
                 f"{name}={setting!r}",
                 "leave one of them out",
             )
         if setting is not False and name not in chosen and (why := CATALOGUE[name].useless(setting, machine)):
-            said.append(f"{name}={setting!r} is of no use here: {why}")
+            notes.append(f"{name}={setting!r} is of no use here: {why}")
         chosen[name] = setting
     on = {name: setting for name, setting in chosen.items() if setting is not False}
     if late := Allocator.too_late(on["allocator"]) if "allocator" in on else "":
-        said.append(f"allocator is not installed: {late}")
+        notes.append(f"allocator is not installed: {late}")
         del on["allocator"]
-    return on, said
+    return on, notes
 
 
 def _full(name: str, setting: Setting | None) -> Setting | None:

@@ -70,7 +70,7 @@ class Prepared:
     def __init__(self, settings: dict[str, Setting], remarks: list[str]) -> None:
         self.settings = settings
         self._run = _LoudRun(build(settings, CATALOGUE))
-        precision = next((one for one in self._run.techniques if one.name == "precision"), None)
+        precision = next((technique for technique in self._run.techniques if technique.name == "precision"), None)
         self._cast = AutocastContext(precision)
         self._wrapped_forwards: list[WrappedForward] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()

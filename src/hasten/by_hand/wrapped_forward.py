@@ -145,7 +145,7 @@ class AutocastContext:
             self._wide.__exit__(*error)
 
     def unless_by_hand(self, casting: Call, plain: Call) -> Call:
-        """Return a forward that does not cast by itself while `hasten.autocast` is entered.
+        """Return a forward that leaves casting to `hasten.autocast` while that is entered.
 
         The technique would take that context for the script's own autocast, and stop acting.
         """

@@ -61,9 +61,9 @@ class DataParallelModel(nn.Module):
         Raises:
             HastenError: The tensors' first dimensions differ, or there is none.
         """
-        given = (inputs, options)
-        many = min(len(self.devices), _samples(given, "DataParallelModel"))
-        shares = _shared(given, self.devices[:many])
+        arguments = (inputs, options)
+        many = min(len(self.devices), _samples(arguments, "DataParallelModel"))
+        shares = _shared(arguments, self.devices[:many])
         if many == 1 or self.devices[0].type == "cpu":
             return [self.module(*share, **further) for share, further in shares]
         replicas = nn.parallel.replicate(self.module, self.devices[:many], detach=not torch.is_grad_enabled())
@@ -145,13 +145,13 @@ class DataParallelCriterion(nn.Module):
                 f"give it beforehand: {_CRITERION}(functools.partial(F.cross_entropy, {misplaced[0]}=...))",
             )
         places = [_place(output) for output in outputs]
-        given = (targets, options)
-        if _samples(given, _CRITERION) < len(places):
+        arguments = (targets, options)
+        if _samples(arguments, _CRITERION) < len(places):
             raise HastenError(f"{_CRITERION}: {len(places)} outputs, but fewer targets", _SAME)
         by_class = isinstance(outputs[0], Tensor) and self._counts_by_class(targets)
         losses: list[Tensor] = []
         weights: list[Any] = []
-        for output, place, (share, further) in zip(outputs, places, _shared(given, places), strict=True):
+        for output, place, (share, further) in zip(outputs, places, _shared(arguments, places), strict=True):
             samples = _fitting(output, (share, further))
             loss = self._copy(place, by_class)(_wide(output) if by_class else output, *share, **further)
             if loss.numel() != 1:
@@ -240,11 +240,11 @@ def _known(criterion: Any) -> tuple[Any, str | None]:
 
 def _class_weights(criterion: Any, target: Tensor) -> Tensor:
     """Return the divisor of the criterion's mean over these class indices."""
-    kept: Tensor = target != criterion.ignore_index
+    counted: Tensor = target != criterion.ignore_index
     if criterion.weight is None:
-        return kept.sum()
-    weights: Tensor = criterion.weight.to(target.device)[target.where(kept, 0)]
-    return weights.where(kept, 0.0).sum()
+        return counted.sum()
+    weights: Tensor = criterion.weight.to(target.device)[target.where(counted, 0)]
+    return weights.where(counted, 0.0).sum()
 
 
 def _wide(output: Any) -> Tensor:
@@ -280,13 +280,13 @@ def gather(outputs: Sequence[Any], device: int | str | torch.device | None = Non
     return tree_map(joined, outputs[0], *outputs[1:])
 
 
-def _devices(given: Sequence[int | str | torch.device] | None) -> list[torch.device]:
+def _devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
     """Return the devices that `device_ids` names.
 
     Raises:
         HastenError: There is none, they have several types, or a GPU is named twice.
     """
-    listed = list(range(torch.cuda.device_count())) if given is None else list(given)
+    listed = list(range(torch.cuda.device_count())) if device_ids is None else list(device_ids)
     devices = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in listed]
     devices = [torch.device("cuda", 0) if device == torch.device("cuda") else device for device in devices]
     if not devices:
@@ -310,23 +310,23 @@ def _place(output: Any) -> torch.device:
     return first.device
 
 
-def _samples(given: Any, who: str) -> int:
+def _samples(arguments: Any, who: str) -> int:
     """Return the first dimension that all tensors with dimensions share: the batch size.
 
     Raises:
         HastenError: First dimensions differ, no tensor has one, or it is 0.
     """
-    lengths = {leaf.shape[0] for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
+    lengths = {leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1 or lengths == {0}:
-        found = f"first dimensions {sorted(lengths)}" if lengths else "no tensor with a first dimension"
+        problem = f"first dimensions {sorted(lengths)}" if lengths else "no tensor with a first dimension"
         raise HastenError(
-            f"{who}: the arguments have {found}, so no batch can be shared out",
+            f"{who}: the arguments have {problem}, so no batch can be shared out",
             "give tensors whose first dimension is the batch; what all devices need is an attribute of the module",
         )
     return int(next(iter(lengths)))
 
 
-def _shared(given: Any, places: Sequence[torch.device]) -> list[Any]:
+def _shared(arguments: Any, places: Sequence[torch.device]) -> list[Any]:
     """Return one share per device, moved there; their sizes differ by one sample at most."""
 
     def share(number: int) -> Any:
@@ -334,6 +334,6 @@ def _shared(given: Any, places: Sequence[torch.device]) -> list[Any]:
             own = tensor.tensor_split(len(places))[number] if tensor.dim() else tensor
             return own.to(places[number], non_blocking=True)
 
-        return tree_map_only(Tensor, part, given)
+        return tree_map_only(Tensor, part, arguments)
 
     return [share(number) for number in range(len(places))]

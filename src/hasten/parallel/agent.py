@@ -215,8 +215,8 @@ def _explain(error: ChildFailedError, ranks: Ranks) -> int:
         where = f" (rank {culprit.rank})" if culprit.code == 1 else ""
         raise HastenError(culprit.report["message"] + where, culprit.report["fix"], culprit.report["code"])
     size = ranks.devices * ranks.nodes
-    what = f"rank {culprit.rank} of {size} on {socket.gethostname()} {rank_failures.how_it_ended(culprit.code)}"
-    messages.tell(f"hasten: {what}, so all ranks were ended{culprit.words()}")
+    ending = f"rank {culprit.rank} of {size} on {socket.gethostname()} {rank_failures.how_it_ended(culprit.code)}"
+    messages.tell(f"hasten: {ending}, so all ranks were ended{culprit.words()}")
     return culprit.code if culprit.code > 0 else 128 - culprit.code
 
 

@@ -134,6 +134,7 @@ class Averaging:
         return parameter
 
     def _average(self, parameters: list[torch.Tensor], weight: float) -> None:
+        """Replace the gradients of parameters by the sum over ranks of weight * gradient, in one all-reduce."""
         import torch.distributed as dist
 
         with torch.no_grad():

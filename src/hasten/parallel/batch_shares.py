@@ -135,10 +135,10 @@ class SharedBatches:
 
     def __len__(self) -> int:
         """Number of batches that this rank gets in a pass that trains."""
-        whole = len(self.batching)
+        batches = len(self.batching)
         if self._per_device and shuffles(self.batching):
-            return (whole + self._size - 1) // self._size
-        return whole
+            return (batches + self._size - 1) // self._size
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batching, name)
@@ -151,7 +151,8 @@ class SharedBatches:
         meeting = self._meeting()
         rank, size = meeting.world.rank, meeting.world.size
         drawn = agreed(self.batching, meeting, self._samples, self._ahead)
-        # Only where `__len__` says so: any other loader must yield as many batches as the script was told.
+        # Only where `__len__` says so: any other loader must yield as many batches as its length, which the script may
+        # use.
         grouped = self._per_device and shuffles(self.batching)
         for batch in map(list, drawn):
             # Leave at least two samples per rank: with a single one BatchNorm raises, and squeeze() drops the batch

@@ -118,9 +118,9 @@ class Exchange:
     def agree(self, number: int) -> tuple[int, list[bool]]:
         """Return the minimum of all ranks' numbers, and for each parameter whether any rank has its gradient."""
         # Negated, so that one "min" serves both: -1 wins where any rank has a gradient.
-        have = [-int(one.grad is not None) for one in self._parameters]
+        have = [-int(parameter.grad is not None) for parameter in self._parameters]
         smallest = self._world.reduce(torch.tensor([number, *have]), "min").tolist()
-        return int(smallest[0]), [bool(one) for one in smallest[1:]]
+        return int(smallest[0]), [bool(flag) for flag in smallest[1:]]
 
     def end(self, have: list[bool]) -> None:
         """End the step on all ranks: average the gradients, if this step averages any.

@@ -49,12 +49,12 @@ def average_all(parameters: Iterable[torch.Tensor], shares: World, group: Any) -
     import torch.distributed as dist
 
     listed = list(parameters)
-    missing = [at for at, one in enumerate(listed) if one.grad is None]
-    have = torch.tensor([int(one.grad is not None) for one in listed], device=shares.device)
+    missing = [at for at, parameter in enumerate(listed) if parameter.grad is None]
+    have = torch.tensor([int(parameter.grad is not None) for parameter in listed], device=shares.device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
     for at in missing:
         listed[at].grad = torch.zeros_like(listed[at])
-    average([local(one.grad) for one in listed if one.grad is not None], shares, group)
+    average([local(parameter.grad) for parameter in listed if parameter.grad is not None], shares, group)
     somewhere = have.tolist() if missing else []  # reading it waits for the device: only if needed
     for at in missing:
         if not somewhere[at]:

@@ -45,14 +45,14 @@ def _is_by_optimizer(error: BaseException) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = (frame.f_locals.get("self") for frame in reversed(frames))
     known = (torch.optim.Optimizer, torch.nn.Module, torch.Tensor)
-    return isinstance(next((one for one in callers if isinstance(one, known)), None), torch.optim.Optimizer)
+    return isinstance(next((caller for caller in callers if isinstance(caller, known)), None), torch.optim.Optimizer)
 
 
-def _refusal(what: str) -> HastenError:
-    """Return the error for an in-place change that torch cannot make; `what` is torch's message or the operation."""
+def _refusal(detail: str) -> HastenError:
+    """Return the error for an in-place change that torch cannot make; `detail` is torch's message or the operation."""
     return HastenError(
         "The optimizer makes a change to a tensor that ranks have in parts (DTensor), which torch cannot do in place:"
-        f" {what}",
+        f" {detail}",
         'Adafactor and Rprop do: use AdamW, SGD, or another that steps each element by itself, or strategy="ddp".',
     )
 
@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and func.overloadpacket.__name__ not in _ADDS:
             changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(is_sharded(one) and any(at.is_partial() for at in one.placements) for one in changed):
+            if any(is_sharded(tensor) and any(at.is_partial() for at in tensor.placements) for tensor in changed):
                 raise _refusal(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -91,9 +91,9 @@ class FirstStep:
             if self._is_over:
                 return step(*args, **kwargs)
             watch = Watch()  # type: ignore[no-untyped-call]
-            args = tuple(_unwatched(one, watch) for one in args)
+            args = tuple(_unwatched(argument, watch) for argument in args)
             with watch:
-                done = step(*args, **{name: _unwatched(one, watch) for name, one in kwargs.items()})
+                done = step(*args, **{name: _unwatched(argument, watch) for name, argument in kwargs.items()})
             self._is_over = True
             return done
 

@@ -147,8 +147,8 @@ def how_it_ended(code: int) -> str:
     return f"was ended by signal {-code} ({name})"
 
 
-def _error(child: RankProcess, size: int, what: str) -> HastenError:
-    """Return the error that blames a rank; `what` says how it ended ("ended with exit code 1")."""
+def _error(child: RankProcess, size: int, how: str) -> HastenError:
+    """Return the error that blames a rank; `how` says how it ended ("ended with exit code 1")."""
     code = child.code()
     output = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
     if code == -signal.SIGKILL:
@@ -163,5 +163,5 @@ def _error(child: RankProcess, size: int, what: str) -> HastenError:
         fix = "A crash in native code leaves no traceback: run with PYTHONFAULTHANDLER=1, or devices=1."
     else:
         fix = "Mend that error; devices=1 often shows it more plainly."
-    message = f"Rank {child.rank} of {size} {what}, so all ranks were ended."
+    message = f"Rank {child.rank} of {size} {how}, so all ranks were ended."
     return HastenError(message + (f" It said last:\n{output}" if output else ""), fix, code=1)

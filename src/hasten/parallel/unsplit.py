@@ -30,7 +30,7 @@ def remember(module: nn.Module, before: Hooks) -> None:
         before: Result of `hooks_of` before the split.
     """
     vars(module)[_HOOKS] = {
-        part: {kind: kept[kind] - before[part][kind] for kind in _KINDS} for part, kept in hooks_of(module).items()
+        part: {kind: after[kind] - before[part][kind] for kind in _KINDS} for part, after in hooks_of(module).items()
     }
 
 

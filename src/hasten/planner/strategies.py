@@ -139,9 +139,9 @@ def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
     sent = share * (gathers * job.parameters / units + job.gradients / job.number * wide)
     # Gathered at once: the root, the unit that computes, and the next one. Unsharded gradients at once: of one unit,
     # and of the one that is being reduced.
-    whole = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
-    kept = job.gradients if job.batches > 1 else job.gradients / ranks  # unsharded while they are accumulated
-    held = math.ceil((job.parameters + job.states) / ranks + kept + whole)
+    gathered = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
+    accumulated = job.gradients if job.batches > 1 else job.gradients / ranks  # unsharded while they are accumulated
+    held = math.ceil((job.parameters + job.states) / ranks + accumulated + gathered)
     step = job.step + waits - job.optimizer * share
     return Cost(step, gathers * gather + units * reduce, waits, sent, held)
 

@@ -118,8 +118,8 @@ class DDPStrategy(Strategy):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def __repr__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"DDPStrategy({', '.join(given)})"
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"DDPStrategy({', '.join(changed)})"
 
 
 class DDP(Strategy):

@@ -163,6 +163,7 @@ class FSDP(Strategy):
         return units
 
     def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
+        """Return the dtypes in which FSDP gathers and reduces."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if self.given.mp_policy is not None:

@@ -98,8 +98,8 @@ class PipelineStrategy(Strategy):
                 raise ContradictionError(f"{name} and {_LABEL} do not go together: {why}", f"leave {name} out")
 
     def __repr__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"{_LABEL}({', '.join(given)})"
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{_LABEL}({', '.join(changed)})"
 
 
 class InStages(Strategy):
@@ -187,7 +187,7 @@ class InStages(Strategy):
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
         proves, unheard = not isinstance(module, LossModule), NamesOnly(True)
-        told = [True]  # emptied after the first batch, once changed buffers are reported
+        unreported = [True]  # emptied after the first batch, once changed buffers are reported
 
         def step(batch: Any, *idx: Any) -> Any:
             inputs, target = _pair(batch)
@@ -197,7 +197,7 @@ class InStages(Strategy):
                 if proves:
                     self._prove(method, batch, idx)
             weight = 1 / trainer.config.accumulate_grad_batches  # a callback may change it
-            before = _versions(pipeline.own) if told else None
+            before = _versions(pipeline.own) if unreported else None
             board, engine.board = engine.board, unheard  # ignore logs of the loss: only one rank runs it
             try:
                 with drawn_apart(device, progress.total_batches, stage):
@@ -205,7 +205,7 @@ class InStages(Strategy):
             finally:
                 engine.board = board
             if before is not None:
-                told.clear()
+                unreported.clear()
                 self._tell_changed(before)
             if self._averages and shares.size > 1:
                 average_all(own, shares, group)
@@ -236,12 +236,12 @@ class InStages(Strategy):
             with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))
                 # On "meta": the step used a layer of another stage.
-                found = math.nan if loss is None or loss.is_meta else float(loss)
+                direct = math.nan if loss is None or loss.is_meta else float(loss)
                 rng.restore(random)
                 inputs, target = _pair(batch)
                 of_stages = getattr(module, self.given.loss)(self._layers(module)(inputs), target)
                 # A loss that is not a single number is reported by the pipeline's step.
-                stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else found
+                stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else direct
         finally:
             engine.board = board
             rng.restore(random)
@@ -251,11 +251,11 @@ class InStages(Strategy):
         if heard.names:
             names = ", ".join(sorted(heard.names))
             module.trainer.say(f"{_LABEL}: train_loss is logged, and not what the step or the loss log: {names}", True)
-        wrong = abs(found - stages) > 1e-3 * max(abs(found), abs(stages)) or math.isnan(found) > math.isnan(stages)
+        wrong = abs(direct - stages) > 1e-3 * max(abs(direct), abs(stages)) or math.isnan(direct) > math.isnan(stages)
         if any(self._same.gathered([float(wrong)]).flatten().tolist()):
             raise HastenError(
                 f"training_step computes another loss than {self.given.loss}({self.given.layers}(input), target), which"
-                f" is what {_LABEL} trains: {found:.6g} and {stages:.6g} on rank {self._world.rank}.",
+                f" is what {_LABEL} trains: {direct:.6g} and {stages:.6g} on rank {self._world.rank}.",
                 "Move what training_step does besides into the layers or the loss. What needs more than the last output"
                 ' cannot be split into stages: use strategy="fsdp".',
             )
@@ -352,7 +352,7 @@ class InStages(Strategy):
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return an error for a layer's exception, which torch's schedules hide behind their own; None for others."""
+        """Return an error for a layer's exception, which torch's schedules wrap in their own; None for others."""
         text, cause = str(error), error.__cause__
         if "device meta" in text or "meta tensor" in text:
             return HastenError(
@@ -381,7 +381,7 @@ def _versions(module: nn.Module) -> dict[str, Any]:
 
 def _pair(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a batch's input and target, or raise a HastenError if it is something else."""
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(one, torch.Tensor) for one in batch):
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
         inputs, target = batch
         if inputs.dim() and target.dim() and len(inputs) == len(target) > 0:
             return inputs, target
