@@ -148,6 +148,7 @@ class SharedBatches:
         return self._batches(begun)
 
     def _batches(self, current: Pass) -> Iterator[list[Any]]:
+        """Yield this rank's batches of a pass, and record their sizes for the weights of gradients."""
         meeting = self._meeting()
         rank, size = meeting.world.rank, meeting.world.size
         drawn = agreed(self.batching, meeting, self._samples, self._ahead)

@@ -224,6 +224,7 @@ class ScriptChild:
         return self._tail.decode(errors="replace")
 
     def _read(self) -> None:
+        """Copy its stderr to ours until it closes, and store the last part. Runs in a thread."""
         assert self._process.stderr is not None
         while chunk := self._process.stderr.read(65536):
             self._tail = (self._tail + chunk)[-_KEPT_BYTES:]

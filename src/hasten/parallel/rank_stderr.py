@@ -47,6 +47,7 @@ class RankStderr:
         self._thread.join()
 
     def _read(self) -> None:
+        """Show the pipes' lines until `close`, then what is left. Runs in a thread."""
         while not self._over.wait(0.02):
             self._once()
         self._once()

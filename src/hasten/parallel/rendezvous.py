@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def serve_store(size: int) -> TCPStore:
     """Return a new store for the ranks of this machine, on a free port.
 
-    It listens before the port is told to anyone, so no other program can take the port. Other machines cannot reach it.
+    It listens before the port is published, so no other program can take the port. Other machines cannot reach it.
     It is served until the returned object is deleted.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
