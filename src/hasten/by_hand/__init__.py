@@ -1,4 +1,7 @@
-"""Techniques in a loop that a person writes: `hasten.setup`, `hasten.backward`, `hasten.autocast`."""
+"""Techniques in a user's own training loop: `hasten.setup`, `hasten.backward`, `hasten.autocast`.
+
+One `Prepared` object, the current set-up of the process, holds what is installed.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,27 @@ def setup(
     plan: str | Path | Plan | None = None,
     **techniques: Setting | None,
 ) -> Any:
-    """Install techniques of the catalogue in a loop of your own, by name, and return what was handed over.
+    """Install techniques of the catalogue, by name, in your own training loop, and return the given parts.
 
     Call it once models, optimizers and loaders are built and on their device, before the first step. Models and
-    optimizers come back as the same objects, so their state dicts are plain torch's; a loader comes back as a
-    DataLoader that the techniques have changed. Whatever is off costs nothing in a step.
+    optimizers are returned as the same objects, so their state dicts are plain torch's; for a loader, a DataLoader that
+    the techniques have changed is returned. A technique that is off costs nothing in a step.
 
-    A second call with the same techniques adds to the first. With other techniques it ends the first: what that
-    installed is taken back, which is said if one of its models is still in use.
+    A second call with the same techniques adds its parts to the first. A call with other techniques ends the first:
+    what that installed is removed, with a message if one of its models is still in use.
 
     Args:
-        parts: Modules, optimizers, loaders and schedules, in any order and number.
+        parts: Modules, optimizers, loaders and learning-rate schedules, in any order and number.
         precision: "bf16-mixed", "16-mixed" (with loss scaling), "bf16-true", "16-true", "64-true"; default float32.
         compile: Compile the models; True, a mode of torch.compile, or a table with mode and activation_budget.
         plan: A plan that `hasten tune` wrote (its file, or a Plan): its techniques are installed too.
         techniques: Other techniques of the catalogue (`hasten techniques` lists them), each with its setting.
 
     Returns:
-        The parts in the order given; the part itself where there is one.
+        The parts in the given order, as a tuple; a single part as it is.
 
     Raises:
-        HastenError: A technique or a setting is unknown, contradicts the plan, or a part is none of those.
+        HastenError: A technique or a setting is unknown, contradicts the plan, or a part has another type.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -69,23 +72,23 @@ def setup(
 
 
 def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Differentiate a loss: `loss.backward()`, which the techniques act on too; arguments are those of torch's."""
+    """Call `loss.backward()`, on which the techniques also act; takes the arguments of torch's `backward`."""
     loss.backward(*args, **kwargs)
 
 
 def autocast() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which operations run in the precision of `setup`; it does nothing where that is float32.
+    """Return a context in which operations run in the precision of `setup`; without effect if that is float32.
 
-    For what is computed outside of a model's forward: the loss, or a method such as `model.generate()`. Within it a
-    model's output stays in 16 bits, as under torch.autocast by hand; a model called outside of it gives float32.
+    Use it for computations outside a model's forward: the loss, or a method such as `model.generate()`. A model called
+    within it returns 16-bit outputs, as under torch.autocast; a model called outside it returns float32.
     """
     return contextlib.nullcontext() if _current is None else _current.autocast()
 
 
 def end() -> None:
-    """Take back what `setup` has installed: models, optimizers and torch's own functions are as before.
+    """Undo what `setup` installed in models, optimizers and torch's functions.
 
-    Weights, the optimizer's state and loaders that were returned stay as they are.
+    Weights, optimizer states and returned loaders are left as they are.
     """
     global _current
     if _current is not None:

@@ -1,4 +1,4 @@
-"""Techniques by name: what a person asked `setup` for, checked."""
+"""Resolve and check the techniques that a call of `setup` names."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ _PRECISIONS = {
 def technique_settings(
     asked: Mapping[str, Setting | None], plan: str | Path | Plan | None
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Return the techniques to install, and what to say about those that can do nothing here.
+    """Return the techniques to install, and remarks about those that can have no effect here.
+
+    Args:
+        asked: Technique name -> setting, as in the call; None: not asked for.
+        plan: Plan, or path of its file; None: no plan.
 
     Raises:
-        HastenError: A name or setting is unknown, or the plan says otherwise.
+        HastenError: A name or setting is unknown, or contradicts the plan.
     """
-    given = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
-    check(given)
-    chosen = dict(given.techniques)
+    base = Plan() if plan is None else plan if isinstance(plan, Plan) else Plan.read(plan)
+    check(base)
+    chosen = dict(base.techniques)
     machine = this_machine()
-    said = remarks(given, machine)
+    notes = remarks(base, machine)
     for name, setting in asked.items():
         setting = _full(name, setting)
         if setting is None:
@@ -43,22 +47,22 @@ def technique_settings(
         _check(name, setting)
         if name in chosen and chosen[name] != setting:
             raise HastenError(
-                f"the plan says {name} = {toml_value(chosen[name])} ({given.where(name)}), the call says "
+                f"the plan says {name} = {toml_value(chosen[name])} ({base.where(name)}), the call says "
                 f"{name}={setting!r}",
                 "leave one of them out",
             )
         if setting is not False and name not in chosen and (why := CATALOGUE[name].useless(setting, machine)):
-            said.append(f"{name}={setting!r} is of no use here: {why}")
+            notes.append(f"{name}={setting!r} is of no use here: {why}")
         chosen[name] = setting
     on = {name: setting for name, setting in chosen.items() if setting is not False}
     if late := Allocator.too_late(on["allocator"]) if "allocator" in on else "":
-        said.append(f"allocator is not installed: {late}")
+        notes.append(f"allocator is not installed: {late}")
         del on["allocator"]
-    return on, said
+    return on, notes
 
 
 def _full(name: str, setting: Setting | None) -> Setting | None:
-    """Return a setting by its name in the catalogue."""
+    """Return a setting as the catalogue spells it; None if it needs no technique."""
     if name == "precision" and setting is not None:
         return _PRECISIONS.get(str(setting), setting)
     if name == "compile" and setting is True:
@@ -67,6 +71,7 @@ def _full(name: str, setting: Setting | None) -> Setting | None:
 
 
 def _check(name: str, setting: Setting) -> None:
+    """Raise a HastenError if the technique is unknown, or the setting invalid."""
     technique = CATALOGUE.get(name)
     if technique is None:
         hint = did_you_mean(name, CATALOGUE) or "`hasten techniques` lists them"

@@ -24,7 +24,7 @@ from hasten.techniques.replaced import Replaced
 
 
 def sort(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return the models, the optimizers and the loaders among the parts; schedules need nothing.
+    """Return the models, the optimizers and the loaders among the parts; learning-rate schedules are skipped.
 
     Raises:
         HastenError: A part is none of these.
@@ -49,10 +49,10 @@ def sort(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 class _LoudRun(Run):
-    """A Run that says at once what it skips: nobody reads a report behind a loop written by hand."""
+    """A Run that reports at once what it skips, since a user's own loop has no report at its end."""
 
     def skip(self, what: str, error: BaseException) -> None:
-        """Note what could not be done, and say it once."""
+        """Record what could not be done, and print it once."""
         before = len(self.skipped)
         super().skip(what, error)
         for line in self.skipped[before:]:
@@ -64,29 +64,30 @@ class Prepared:
 
     Args:
         settings: Technique name -> setting.
-        remarks: What to say about settings that can do nothing here.
+        remarks: Remarks to print, about settings that can have no effect here.
     """
 
     def __init__(self, settings: dict[str, Setting], remarks: list[str]) -> None:
         self.settings = settings
         self._run = _LoudRun(build(settings, CATALOGUE))
-        precision = next((one for one in self._run.techniques if one.name == "precision"), None)
+        precision = next((technique for technique in self._run.techniques if technique.name == "precision"), None)
         self._cast = AutocastContext(precision)
-        self._throughs: list[WrappedForward] = []
+        self._wrapped_forwards: list[WrappedForward] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._backward: Replaced | None = None
         for line in remarks:
             messages.tell(f"hasten: {line}")
         self._run.process()
         if self._run.acting("backward"):
-            # In torch's place, so that a `loss.backward()` in the loop is scaled as `hasten.backward(loss)` is.
+            # Replace torch.autograd.backward, so that techniques act on a plain `loss.backward()` (loss scaling, say)
+            # as on `hasten.backward(loss)`.
             self._backward = Replaced(torch.autograd, "backward", lambda plain: self._run.wrapped("backward", plain))
             self._backward.put_in_place()
         if settings:
             atexit.register(self._say_idle)
 
     def add(self, models: list[Any], optimizers: list[Any], loaders: list[Any]) -> dict[int, Any]:
-        """Install the techniques in these; return the loaders that are others now, by the id of the former."""
+        """Install the techniques in these parts. Return the replaced loaders, by the id of the original."""
         self._refuse_late_conversion(models, optimizers)
         for model in models:
             if model not in self._models:
@@ -96,7 +97,7 @@ class Prepared:
                 for technique in self._run.techniques:
                     technique.prepare(model)
                 if self._run.acting("model") or self._run.acting("forward"):
-                    self._throughs.append(WrappedForward(model, self._run, self._cast))
+                    self._wrapped_forwards.append(WrappedForward(model, self._run, self._cast))
         for optimizer in optimizers:
             self._run.optimizer(optimizer)
         changed = {}
@@ -106,6 +107,7 @@ class Prepared:
         return changed
 
     def _refuse_late_conversion(self, models: list[Any], optimizers: list[Any]) -> None:
+        """Raise a HastenError if a model is to be converted whose optimizer has state in the old dtype already."""
         kind = str(self.settings.get("precision", ""))
         if kind.endswith("-true") and any(optimizer.state for optimizer in optimizers):
             raise HastenError(
@@ -118,13 +120,17 @@ class Prepared:
         return self._cast.context()
 
     def end(self, said: bool = False) -> None:
-        """Take back what was installed; `said`: tell of it, if a model of these is still in use."""
+        """Remove what was installed.
+
+        Args:
+            said: Whether to print a message, if one of the models is still in use.
+        """
         if said and self.settings and len(self._models):
             names = ", ".join(self.settings)
             messages.tell(f"hasten: another setup with other techniques: {names} of the former one end here")
-        for through in self._throughs:
-            through.remove()
-        self._throughs.clear()
+        for wrapped in self._wrapped_forwards:
+            wrapped.remove()
+        self._wrapped_forwards.clear()
         if self._backward is not None:
             self._backward.put_back()
         for technique in self._run.techniques:
@@ -137,13 +143,13 @@ class Prepared:
             atexit.unregister(self._say_idle)
 
     def _say_idle(self) -> None:
-        """Say which techniques found nothing to act on, or left something alone."""
+        """Print which techniques found nothing to act on, or left something alone."""
         for line in (*self._run.idle(), *self._run.left_alone()):
             messages.tell(f"hasten: {line}")
 
 
 def with_passes(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
-    """Return the loader with techniques in its passes; the same one where none acts there."""
+    """Return a copy of the loader with techniques in its passes; the loader itself if no technique acts there."""
     in_passes = run.acting("batches") or (run.acting("fetcher") and not loader.num_workers)
     if not in_passes:
         return loader
@@ -156,7 +162,7 @@ def with_passes(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
 
 @functools.cache
 def _with_passes(kind: Any) -> Any:
-    """A class of loaders whose passes begin behind the techniques of a Run."""
+    """Return a subclass of a loader class whose passes go through the techniques of a Run."""
 
     class Passes(kind):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
@@ -170,7 +176,7 @@ def _with_passes(kind: Any) -> Any:
 
 
 class _Pass:
-    """A pass whose next batch comes from techniques; all else is its iterator's."""
+    """Proxy of a loader's iterator that fetches batches through techniques; all else is the iterator's."""
 
     def __init__(self, iterator: Iterator[Any], fetch: Callable[[], Any]) -> None:
         self._iterator, self._fetch = iterator, fetch

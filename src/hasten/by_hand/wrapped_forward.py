@@ -1,4 +1,4 @@
-"""A model's forward wrapped by techniques: the same object, called as before."""
+"""Wrap a model's forward by techniques, while the model remains the same object and is called as before."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from hasten.techniques.base import Call
 from hasten.techniques.compute.precision import device_to_cast
 from hasten.techniques.float32_draws import Float32Draws
 
-_SLOT = "_compiled_call_impl"  # what `Module.__call__` calls in place of the module's own way, if it is set
+_SLOT = "_compiled_call_impl"  # attribute that `Module.__call__` calls in place of `_call_impl`, if it is set
 
 
 class WrappedForward:
-    """Leads the calls of one model through the techniques of a Run.
+    """Routes the calls of one model through the techniques of a Run.
 
-    It stands where `model.compile()` puts compiled code: torch asks there on every call anyway, so that a model without
-    techniques in its forward pays nothing, and hooks, pickles and copies of the model stay what they are.
+    It is stored in the attribute where `model.compile()` stores compiled code. torch reads that attribute in every call
+    anyway, so a model without techniques in its forward has no overhead, and the model's hooks, pickles and copies are
+    unaffected.
     """
 
     def __init__(self, model: Any, run: Run, cast: AutocastContext) -> None:
         self._model = weakref.ref(model)
         self._run, self._cast = run, cast
-        self._inner = vars(model).get(_SLOT)  # what the person's own `model.compile()` put there
+        self._inner = vars(model).get(_SLOT)  # compiled code of the user's own `model.compile()`
         self._kind = type(model)
         self._forward: Call | None = None
-        vars(model)[_SLOT] = self  # not by setattr: what `torch.compile(model)` gives would hand it on
+        # Not by setattr: the wrapper that `torch.compile(model)` returns would set it on the inner model.
+        vars(model)[_SLOT] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Call the model through the techniques."""
         model = self._model()
         if self._forward is not None:
             return self._forward(model, args, kwargs)
         return self._first(model, args, kwargs)
 
     def _first(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let techniques change the model, as they do once its first inputs are known; then stand aside if none wraps.
+        """Make the first call: let techniques change the model, as its inputs are known now, and wrap the forward.
 
-        `compile` looks where this object stands, and puts compiled code there.
+        This object is removed first, because the technique `compile` stores compiled code in the same attribute. It
+        remains removed if no technique wraps the forward.
         """
         self.remove()
         self._run.model(model, args)
@@ -55,10 +58,11 @@ class WrappedForward:
 
     @property
     def compiled(self) -> Any:
-        """The compiled code behind the techniques; None: the model is not compiled."""
+        """Compiled code that the techniques wrap; None if the model is not compiled."""
         return self._inner
 
     def _wrapped(self) -> Call:
+        """Return the forward, wrapped by each technique that acts there; one that fails is left out."""
         forward = self._plain
         for technique in self._run.acting("forward"):
             inner = forward
@@ -72,12 +76,13 @@ class WrappedForward:
         return forward
 
     def _plain(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model without techniques: its compiled code, or torch's way."""
         if self._inner is not None:
             return self._inner(*args, **kwargs)
         return self._kind._call_impl(model, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put back what stood there, unless the person has put something else there since."""
+        """Restore the attribute, unless the user has stored something else there since."""
         model = self._model()
         if model is not None and vars(model).get(_SLOT) is self:
             if self._inner is None:
@@ -86,15 +91,15 @@ class WrappedForward:
                 vars(model)[_SLOT] = self._inner
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing in a copy or a pickle of the model: it is a plain model."""
+        """Pickle as None, so that copies and pickles of the model are plain models."""
         return type(None), ()
 
 
 class AutocastContext:
-    """The context of `hasten.autocast`, and what tells a model that it is within.
+    """Context of `hasten.autocast`, which also tells wrapped models whether it is entered.
 
     Args:
-        precision: The technique; None for float32.
+        precision: The technique `precision`; None for float32.
     """
 
     def __init__(self, precision: Technique | None) -> None:
@@ -108,41 +113,41 @@ class AutocastContext:
         self._entered: list[Any] = []
 
     def add(self, model: Any) -> None:
-        """Note where a model computes."""
+        """Note the device on which a model computes, to cast there."""
         self._device = device_to_cast(model, torch) or self._device
         if self._dtype is not None and self._device in ("cpu", "cuda"):
             self._spare = self._autocast()
 
     def _autocast(self) -> Any:
-        # With torch's cache of cast weights, unlike the technique: the numbers are those of torch.autocast by hand.
+        # With torch's cache of cast weights, unlike the technique: results are those of a torch.autocast in the script.
         return torch.autocast(self._device, self._dtype)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that casts, or one that does nothing."""
+        """Return this context, or one without effect if nothing is to be cast."""
         return contextlib.nullcontext() if self._spare is None else self
 
     def __enter__(self) -> None:
-        """Cast from here on; one may be within another."""
+        """Start casting. Contexts may be nested."""
         assert self.precision is not None
         assert self._wide is not None
         if not self.precision.acted:
             self.precision.did("hasten.autocast")
-        # To make torch's context takes as long as to enter it, so the outermost is always the same.
+        # Creating torch's context takes as long as entering it, so the outermost one is reused.
         entered = self._autocast() if self._entered else self._spare
         self._entered.append(entered)
         self._wide.__enter__()
         entered.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Cast no more, or as the context around this one."""
+        """Stop casting, unless an outer context is still entered."""
         self._entered.pop().__exit__(*error)
         if self._wide is not None:
             self._wide.__exit__(*error)
 
     def unless_by_hand(self, casting: Call, plain: Call) -> Call:
-        """Return a forward that leaves casting to `hasten.autocast` within it.
+        """Return a forward that leaves casting to `hasten.autocast` while that is entered.
 
-        The technique would take it for the script's own autocast, and let go.
+        The technique would take that context for the script's own autocast, and stop acting.
         """
 
         def forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +156,7 @@ class AutocastContext:
         return forward
 
     def leave(self) -> None:
-        """Put torch's ways to draw random numbers back."""
+        """Restore torch's random functions, which were replaced to draw in float32."""
         if self._wide is not None:
             self._wide.leave()
             self._spare = None

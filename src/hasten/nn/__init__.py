@@ -1,4 +1,4 @@
-"""Losses that need less memory than the plain ones, and data parallelism in one process, for models of your own."""
+"""Memory-saving losses, and data parallelism in one process, to use in your own models."""
 
 from hasten.nn.chunked_cross_entropy import ChunkedCrossEntropy, chunked_cross_entropy
 from hasten.nn.data_parallel import DataParallelCriterion, DataParallelModel, gather

@@ -1,4 +1,8 @@
-"""Cross entropy of a linear layer's logits, some rows at a time: all logits are never there at once."""
+"""Cross entropy of a linear layer's logits, computed a chunk of rows at a time, so that all logits never exist at once.
+
+For "mean" and "sum" the gradient of the loss is known up to one factor before the backward. So the forward computes it
+along with the loss, while a chunk's logits exist, and the backward only multiplies it. (The arithmetic is in `rows`.)
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 from hasten.errors import HastenError
 from hasten.nn.rows import Gradients, Rows
 
-_LOGITS = 2**23  # numbers in a chunk of logits: 32 MiB in float32, enough rows for a matrix product at full speed
+_LOGITS = 2**23  # logits in a chunk: 32 MiB in float32, enough rows for a matrix product at full speed
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -27,22 +31,22 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of `F.linear(hidden, weight, bias)`, of which only `chunk` rows exist at a time.
 
-    The value and the gradients are those of `F.cross_entropy` on all logits, but for rounding. With "mean" and "sum"
-    gradients are computed beside the loss, so that nothing is computed twice; "none" computes a chunk's logits again
-    in the backward. Under autocast logits are in 16 bits and the rest is in float32, as without chunks.
+    The value and the gradients are those of `F.cross_entropy` on all logits, up to rounding. With "mean" and "sum",
+    gradients are computed together with the loss, so that nothing is computed twice; "none" recomputes a chunk's logits
+    in the backward. Under autocast, logits are in 16 bits and the rest is in float32, as without chunks.
 
     Args:
-        hidden: What the linear layer reads, (..., features).
-        weight: The linear layer's, (classes, features); it may be tied to an embedding.
+        hidden: Input of the linear layer, (..., features).
+        weight: Weight of the linear layer, (classes, features); it may be tied to an embedding.
         target: Class indices, (...).
-        bias: The linear layer's, (classes).
-        ignore_index: The target of rows that do not count.
-        reduction: "mean" (over the rows that count), "sum" or "none" (the shape of `target`).
-        label_smoothing: How much of each target is spread over all classes, 0 to 1.
-        chunk: Rows at a time; by default as many as make 32 MiB of logits in float32.
+        bias: Bias of the linear layer, (classes).
+        ignore_index: Target of rows to ignore.
+        reduction: "mean" (over rows that are not ignored), "sum" or "none" (the shape of `target`).
+        label_smoothing: Part of each target that is spread over all classes, 0 to 1.
+        chunk: Rows per chunk; by default as many as make 32 MiB of logits in float32.
 
     Raises:
-        HastenError: An argument is none that it takes; gradients are differentiated again.
+        HastenError: An argument is invalid, or gradients are differentiated again.
 
     Example:
         >>> hidden = torch.randn(4, 250, 64, requires_grad=True)
@@ -61,7 +65,7 @@ def chunked_cross_entropy(
         smoothing=label_smoothing,
         size=chunk or max(1, _LOGITS // weight.shape[0]),
     )
-    loss: Tensor = _of(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, rows, reduction)
+    loss: Tensor = _loss_of(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias, rows, reduction)
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
@@ -69,15 +73,15 @@ class ChunkedCrossEntropy(nn.Module):
     """A linear layer and cross entropy on its logits, as one layer that never holds all logits.
 
     Args:
-        features: Numbers in a row of what it reads.
-        classes: Numbers in a row of logits.
-        bias: Whether the linear layer has one.
-        ignore_index: See `chunked_cross_entropy`, as for the other arguments.
+        features: Number of input features.
+        classes: Number of classes.
+        bias: Whether the linear layer has a bias.
+        ignore_index: Target of rows to ignore. For this and the following see `chunked_cross_entropy`.
         reduction: "mean", "sum" or "none".
-        label_smoothing: How much of each target is spread over all classes.
-        chunk: Rows at a time; by default as many as make 32 MiB of logits in float32.
-        device: Of weight and bias.
-        dtype: Of weight and bias.
+        label_smoothing: Part of each target that is spread over all classes.
+        chunk: Rows per chunk; by default as many as make 32 MiB of logits in float32.
+        device: Device of weight and bias.
+        dtype: Dtype of weight and bias.
 
     Attributes:
         weight: (classes, features). `loss.weight = embedding.weight` ties it to an embedding.
@@ -103,7 +107,7 @@ class ChunkedCrossEntropy(nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        drawn = nn.Linear(features, classes, bias, device, dtype)  # its weights, from the same random numbers
+        drawn = nn.Linear(features, classes, bias, device, dtype)  # initialized with the same random numbers
         self.weight, self.bias = drawn.weight, drawn.bias
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.chunk = label_smoothing, chunk
@@ -126,7 +130,7 @@ class ChunkedCrossEntropy(nn.Module):
         return nn.functional.linear(hidden, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return the sizes, as `print(model)` shows them."""
+        """Return the options that `print(model)` shows."""
         classes, features = self.weight.shape
         return f"{features}, {classes}, bias={self.bias is not None}, reduction={self.reduction!r}"
 
@@ -140,7 +144,7 @@ def _check(
     smoothing: float,
     chunk: int | None,
 ) -> None:
-    """Raise where an argument does not fit, with what would."""
+    """Raise a HastenError for an invalid argument, with a fix."""
     if reduction not in _REDUCTIONS:
         raise HastenError(f"reduction={reduction!r} is unknown", f"it must be one of {', '.join(_REDUCTIONS)}")
     if not 0.0 <= smoothing <= 1.0:
@@ -164,7 +168,7 @@ def _check(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss with gradients that are there before the backward, where that needs one number only."""
+    """Autograd function of the loss; for "mean" and "sum" the forward computes the gradients, up to one factor."""
 
     @staticmethod
     def forward(
@@ -175,7 +179,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = torch.ones_like(counts, dtype=rows.wide(hidden))
         if reduction == "mean":
             scale = scale / counts.sum()
-        scale = scale.where(counts, 0)  # behind the division: with no row that counts, gradients are 0 and not NaN
+        scale = scale.where(counts, 0)  # after the division: if all rows are ignored, gradients are 0, not NaN
         ahead = Gradients.like(hidden, weight, bias, wanted) if reduction != "none" and any(wanted) else None
         losses = rows.losses(hidden, weight, target, bias, ahead, scale)
         ctx.save_for_backward(hidden, weight, target, bias, scale)
@@ -192,7 +196,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "chunked_cross_entropy cannot be differentiated twice (create_graph=True)",
                 "use F.cross_entropy on the logits where gradients are differentiated again",
             )
-        gradients, ctx.ahead = ctx.ahead, None  # handed over: a second backward (retain_graph) computes them again
+        gradients, ctx.ahead = ctx.ahead, None  # given to autograd: a second backward (retain_graph) recomputes them
         if gradients is None:
             hidden, weight, target, bias, scale = ctx.saved_tensors
             gradients = Gradients.like(hidden, weight, bias, ctx.wanted)
@@ -203,5 +207,6 @@ class _ChunkedLoss(torch.autograd.Function):
         return hidden_grad, weight_grad, None, bias_grad, None, None
 
 
-# Compiled code calls it as it is: chunks are a loop over rows with gradients of its own, which cannot be traced.
-_of: Any = torch.compiler.disable(_ChunkedLoss.apply)
+# torch.compile must not trace it: it is a loop over chunks that writes gradients in place. Compiled code calls it as
+# is.
+_loss_of: Any = torch.compiler.disable(_ChunkedLoss.apply)

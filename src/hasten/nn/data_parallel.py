@@ -1,4 +1,4 @@
-"""Data parallelism in one process whose outputs and losses stay on the devices that computed them."""
+"""Data parallelism in one process, with outputs and losses left on the devices that computed them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _SAME = "give it what one DataParallelModel returned, and the targets of that ba
 
 
 class DataParallelModel(nn.Module):
-    """A module on several devices of one process: each gets a share of the batch, and keeps its output.
+    """Run a module on several devices of one process; each device gets a share of the batch, and keeps its output.
 
-    `nn.DataParallel` gathers all outputs on the first device, where the loss is computed too: for a language model,
+    `nn.DataParallel` gathers all outputs on the first device, and the loss is computed there: for a language model,
     whose logits are the largest tensors, that device is full while the others are half empty. Here a forward returns
-    the outputs as a list, and `DataParallelCriterion` computes the loss of each where it lies.
+    the outputs as a list, and `DataParallelCriterion` computes each one's loss on its device.
 
-    One process for each device (`hasten run --devices N`, DistributedDataParallel) is faster; this is for scripts that
-    must stay one process.
+    One process per device (`hasten run --devices N`, DistributedDataParallel) is faster; this is for scripts that must
+    remain a single process.
 
     Args:
-        module: Its parameters and buffers lie on the first device, and stay there.
-        device_ids: GPUs by number, or devices; None: all GPUs. Devices of type "cpu" compute one after the other, with
-            the module itself: for trying a script out.
+        module: Module whose parameters and buffers are on the first device, and remain there.
+        device_ids: GPU numbers, or devices; None: all GPUs. Devices of type "cpu" compute one after another, with the
+            module itself: to try a script out.
 
     Raises:
-        HastenError: No device, devices of several types, one GPU twice, or the module lies elsewhere.
+        HastenError: There is no device, they have several types, a GPU is named twice, or the module is not on the
+            first device.
 
     Source: Wolf 2018, Training Neural Nets on Larger Batches (balanced load on a multi-GPU machine); PyTorch-Encoding.
     """
@@ -43,8 +44,8 @@ class DataParallelModel(nn.Module):
         super().__init__()
         self.module = module
         self.devices = _devices(device_ids)
-        lying = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-        if wrong := lying - {self.devices[0]}:
+        current = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+        if wrong := current - {self.devices[0]}:
             raise HastenError(
                 f"DataParallelModel: the module lies on {', '.join(sorted(map(str, wrong)))}, the first device is"
                 f" {self.devices[0]}",
@@ -54,15 +55,15 @@ class DataParallelModel(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> list[Any]:
         """Return the outputs of the shares, in the batch's order: one for each device that got samples.
 
-        Tensors in the arguments (within tuples, lists and dicts too) are shared out along their first dimension; all
-        else goes to each device.
+        Tensors in the arguments (also within tuples, lists and dicts) are split along their first dimension; everything
+        else is passed to each device.
 
         Raises:
-            HastenError: Tensors of several first dimensions, or none.
+            HastenError: The tensors' first dimensions differ, or there is none.
         """
-        given = (inputs, options)
-        many = min(len(self.devices), _samples(given, "DataParallelModel"))
-        shares = _shared(given, self.devices[:many])
+        arguments = (inputs, options)
+        many = min(len(self.devices), _samples(arguments, "DataParallelModel"))
+        shares = _shared(arguments, self.devices[:many])
         if many == 1 or self.devices[0].type == "cpu":
             return [self.module(*share, **further) for share, further in shares]
         replicas = nn.parallel.replicate(self.module, self.devices[:many], detach=not torch.is_grad_enabled())
@@ -72,24 +73,24 @@ class DataParallelModel(nn.Module):
 
 
 class DataParallelCriterion(nn.Module):
-    """A criterion on the outputs of a `DataParallelModel`: each share's loss is computed where its output lies.
+    """Apply a criterion to the outputs of a `DataParallelModel`, each on its own device.
 
-    The result is the loss of the whole batch, on the first device. A mean is that of the shares' means, each counted by
-    its samples, so shares need not be equal; CrossEntropyLoss and NLLLoss count by the targets that are not ignored and
-    by the weights of classes, as they do on one device. With `reduction="sum"` it is the shares' sum.
+    The result is the loss of the whole batch, on the first device. A mean loss is the mean of the shares' losses,
+    weighted by their samples, so shares need not be equal. CrossEntropyLoss and NLLLoss are weighted by the targets
+    that are not ignored and by the class weights, as on one device. With `reduction="sum"` the losses are added.
 
     Args:
-        criterion: Called with an output and its share of the targets. Of torch's modules and functions (also
-            `functools.partial(F.cross_entropy, ignore_index=0)`) it is known what they are; of any other, `reduction`
-            or `weigh` has to say it.
-        weigh: By what a share's mean counts, from its targets, where that is not the number of samples: a mean over
-            tokens that are not padding counts by those, `lambda target: (target != 0).sum()`. A share whose weight is 0
-            does not count, unless all are.
-        reduction: "mean": the criterion is a mean over its samples; "sum": a sum. None: known, or `weigh` is given.
+        criterion: Called with an output and its share of the targets. The reduction of torch's modules and functions
+            (also of `functools.partial(F.cross_entropy, ignore_index=0)`) is known; for any other criterion,
+            `reduction` or `weigh` must be given.
+        weigh: Function of a share's targets that returns the share's weight, if that is not the number of samples. For
+            a mean over tokens that are not padding: `lambda target: (target != 0).sum()`. A share of weight 0 is left
+            out, unless all are.
+        reduction: "mean" if the criterion is a mean over its samples, "sum" if it is a sum. None: it is known, or
+            `weigh` is given.
 
     Raises:
-        HastenError: A criterion of which nobody knows what it is a mean over, one with `reduction="none"`, or one that
-            learns.
+        HastenError: The criterion's reduction is not known, it has `reduction="none"`, or it has parameters.
     """
 
     def __init__(
@@ -131,26 +132,26 @@ class DataParallelCriterion(nn.Module):
         """Return the batch's loss, on the first output's device.
 
         Args:
-            outputs: What a `DataParallelModel` returned.
-            *targets: As the criterion takes them, of the whole batch, on any device.
-            **options: Likewise.
+            outputs: Result of a `DataParallelModel`.
+            *targets: Further positional arguments of the criterion, for the whole batch, on any device.
+            **options: Keyword arguments of the criterion, likewise.
 
         Raises:
-            HastenError: A share has other samples than its output, or its loss is more than one number.
+            HastenError: A share and its output have different numbers of samples, or a loss is not a single number.
         """
-        if said := sorted({"reduction", "size_average", "reduce", "weight", "ignore_index"} & {*options}):
+        if misplaced := sorted({"reduction", "size_average", "reduce", "weight", "ignore_index"} & {*options}):
             raise HastenError(
-                f"{_CRITERION}: {said[0]}= says how losses are joined",
-                f"give it beforehand: {_CRITERION}(functools.partial(F.cross_entropy, {said[0]}=...))",
+                f"{_CRITERION}: {misplaced[0]}= says how losses are joined",
+                f"give it beforehand: {_CRITERION}(functools.partial(F.cross_entropy, {misplaced[0]}=...))",
             )
         places = [_place(output) for output in outputs]
-        given = (targets, options)
-        if _samples(given, _CRITERION) < len(places):
+        arguments = (targets, options)
+        if _samples(arguments, _CRITERION) < len(places):
             raise HastenError(f"{_CRITERION}: {len(places)} outputs, but fewer targets", _SAME)
         by_class = isinstance(outputs[0], Tensor) and self._counts_by_class(targets)
         losses: list[Tensor] = []
         weights: list[Any] = []
-        for output, place, (share, further) in zip(outputs, places, _shared(given, places), strict=True):
+        for output, place, (share, further) in zip(outputs, places, _shared(arguments, places), strict=True):
             samples = _fitting(output, (share, further))
             loss = self._copy(place, by_class)(_wide(output) if by_class else output, *share, **further)
             if loss.numel() != 1:
@@ -168,7 +169,14 @@ class DataParallelCriterion(nn.Module):
         return self._joined(losses, weights, places[0], summed=by_class).to(losses[0].dtype)
 
     def _joined(self, losses: list[Tensor], weights: list[Any], place: torch.device, summed: bool) -> Tensor:
-        """Return the batch's loss in float64: single numbers cost nothing, and sums of 16 bits overflow."""
+        """Return the batch's loss in float64: for single numbers that is free, and sums in 16 bits may overflow.
+
+        Args:
+            losses: Loss of each share.
+            weights: Weight of each share.
+            place: Device of the result.
+            summed: Whether `losses` are sums, to be divided by the sum of the weights.
+        """
         parts = [loss.reshape(()).to(place, torch.float64) for loss in losses]
         if self._sums:
             return torch.stack(parts).sum()
@@ -176,19 +184,19 @@ class DataParallelCriterion(nn.Module):
         if summed:
             return torch.stack(parts).sum() / counts.sum()
         if self.weigh is not None and 0 < int((counts != 0).sum()) < len(parts):
-            # A mean over nothing is nan, and so is its gradient, times 0 too.
+            # A mean over nothing is NaN, and so is its gradient, even if multiplied by a weight of 0.
             parts = [part for part, count in zip(parts, counts.tolist(), strict=True) if count]
             counts = counts[counts != 0]
         return (torch.stack(parts) * counts).sum() / counts.sum()
 
     def _counts_by_class(self, targets: Any) -> bool:
-        """Whether the criterion's mean is over class indices that are not ignored, by the weights of classes."""
+        """Return whether the criterion is a mean over class indices, with class weights and ignored indices."""
         if self._sums or self.weigh is not None or not isinstance(self.criterion, nn.CrossEntropyLoss | nn.NLLLoss):
             return False
         return len(targets) == 1 and isinstance(targets[0], Tensor) and not targets[0].is_floating_point()
 
     def _copy(self, place: torch.device, sums: bool) -> Callable[..., Tensor]:
-        """Return the criterion for a device: a copy if it lies elsewhere, or is asked to be a sum."""
+        """Return the criterion for a device; a copy if its tensors are elsewhere, or if `sums` asks for a sum."""
         if isinstance(self.criterion, functools.partial):
             moved = tree_map_only(Tensor, lambda tensor: tensor.to(place), self.criterion.keywords)
             return functools.partial(self.criterion.func, *self.criterion.args, **moved)
@@ -203,9 +211,9 @@ class DataParallelCriterion(nn.Module):
 
 
 def _known(criterion: Any) -> tuple[Any, str | None]:
-    """Return a criterion, and torch's word for how it is reduced; None: it is not torch's own.
+    """Return a criterion and its reduction, as torch names it; None if the criterion is not torch's.
 
-    F.cross_entropy and F.nll_loss come back as their modules, which know what their means are over.
+    F.cross_entropy and F.nll_loss are returned as their modules, which store class weights and the ignored index.
     """
     forward = getattr(type(criterion), "forward", None)
     if isinstance(criterion, nn.Module) and getattr(forward, "__module__", "") == nn.modules.loss.__name__:
@@ -220,8 +228,8 @@ def _known(criterion: Any) -> tuple[Any, str | None]:
         return criterion, "none" if getattr(criterion, "reduction", None) == "none" else None
     modules = {"cross_entropy": nn.CrossEntropyLoss, "nll_loss": nn.NLLLoss}
     if function.__name__ in modules and not {"input", "target"} & {*options}:
-        made = modules[function.__name__](**options)
-        return made, made.reduction
+        module = modules[function.__name__](**options)
+        return module, module.reduction
     parameters = inspect.signature(function).parameters
     if "reduction" not in parameters:
         return criterion, None
@@ -231,22 +239,22 @@ def _known(criterion: Any) -> tuple[Any, str | None]:
 
 
 def _class_weights(criterion: Any, target: Tensor) -> Tensor:
-    """Return what a sum over these class indices is divided by for its mean."""
-    kept: Tensor = target != criterion.ignore_index
+    """Return the divisor of the criterion's mean over these class indices."""
+    counted: Tensor = target != criterion.ignore_index
     if criterion.weight is None:
-        return kept.sum()
-    weights: Tensor = criterion.weight.to(target.device)[target.where(kept, 0)]
-    return weights.where(kept, 0.0).sum()
+        return counted.sum()
+    weights: Tensor = criterion.weight.to(target.device)[target.where(counted, 0)]
+    return weights.where(counted, 0.0).sum()
 
 
 def _wide(output: Any) -> Tensor:
-    """Return logits of 16 bits in float32, as under autocast: a sum over a share's losses would overflow."""
+    """Return 16-bit logits in float32, as under autocast: the sum over a share's losses could overflow."""
     wide: Tensor = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     return wide
 
 
 def _fitting(output: Any, share: Any) -> int:
-    """Return the samples of a share of targets, which its output must have, too."""
+    """Return the number of samples in a share of targets; raise a HastenError if its output has another."""
     lengths = {leaf.shape[0] for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()}
     samples = _samples(share, _CRITERION)
     if lengths and samples not in lengths:
@@ -255,11 +263,11 @@ def _fitting(output: Any, share: Any) -> int:
 
 
 def gather(outputs: Sequence[Any], device: int | str | torch.device | None = None) -> Any:
-    """Return the outputs of all shares as one, joined along the first dimension: for metrics and for saving.
+    """Return the outputs of all shares as one, concatenated along the first dimension: for metrics and for saving.
 
     Args:
-        outputs: What a `DataParallelModel` returned: tensors, or tuples, lists and dicts of them.
-        device: Where to; None: the first output's.
+        outputs: Result of a `DataParallelModel`: tensors, or tuples, lists and dicts of them.
+        device: Device of the result; None: the first output's.
     """
     place = _place(outputs[0]) if device is None else torch.device(device)
 
@@ -272,13 +280,18 @@ def gather(outputs: Sequence[Any], device: int | str | torch.device | None = Non
     return tree_map(joined, outputs[0], *outputs[1:])
 
 
-def _devices(given: Sequence[int | str | torch.device] | None) -> list[torch.device]:
-    found = list(range(torch.cuda.device_count())) if given is None else list(given)
-    devices = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in found]
-    devices = [torch.device("cuda", 0) if one == torch.device("cuda") else one for one in devices]
+def _devices(device_ids: Sequence[int | str | torch.device] | None) -> list[torch.device]:
+    """Return the devices that `device_ids` names.
+
+    Raises:
+        HastenError: There is none, they have several types, or a GPU is named twice.
+    """
+    listed = list(range(torch.cuda.device_count())) if device_ids is None else list(device_ids)
+    devices = [torch.device("cuda", device) if isinstance(device, int) else torch.device(device) for device in listed]
+    devices = [torch.device("cuda", 0) if device == torch.device("cuda") else device for device in devices]
     if not devices:
         raise HastenError("DataParallelModel: no GPU is visible", 'to try a script out: device_ids=["cpu", "cpu"]')
-    if len({one.type for one in devices}) > 1:
+    if len({device.type for device in devices}) > 1:
         raise HastenError(
             f"DataParallelModel: devices of several types: {', '.join(map(str, devices))}", "use GPUs only"
         )
@@ -297,30 +310,30 @@ def _place(output: Any) -> torch.device:
     return first.device
 
 
-def _samples(given: Any, who: str) -> int:
-    """Return the one first dimension of all tensors that have one.
+def _samples(arguments: Any, who: str) -> int:
+    """Return the first dimension that all tensors with dimensions share: the batch size.
 
     Raises:
-        HastenError: They have several, none has one, or it is 0.
+        HastenError: First dimensions differ, no tensor has one, or it is 0.
     """
-    lengths = {leaf.shape[0] for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
+    lengths = {leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1 or lengths == {0}:
-        found = f"first dimensions {sorted(lengths)}" if lengths else "no tensor with a first dimension"
+        problem = f"first dimensions {sorted(lengths)}" if lengths else "no tensor with a first dimension"
         raise HastenError(
-            f"{who}: the arguments have {found}, so no batch can be shared out",
+            f"{who}: the arguments have {problem}, so no batch can be shared out",
             "give tensors whose first dimension is the batch; what all devices need is an attribute of the module",
         )
     return int(next(iter(lengths)))
 
 
-def _shared(given: Any, places: Sequence[torch.device]) -> list[Any]:
-    """Return as many shares as places, each there: their sizes differ by one sample at the most."""
+def _shared(arguments: Any, places: Sequence[torch.device]) -> list[Any]:
+    """Return one share per device, moved there; their sizes differ by one sample at most."""
 
     def share(number: int) -> Any:
         def part(tensor: Tensor) -> Tensor:
             own = tensor.tensor_split(len(places))[number] if tensor.dim() else tensor
             return own.to(places[number], non_blocking=True)
 
-        return tree_map_only(Tensor, part, given)
+        return tree_map_only(Tensor, part, arguments)
 
     return [share(number) for number in range(len(places))]

@@ -1,6 +1,6 @@
-"""Several processes that train together, on this machine or, started by torchrun or srun, on many.
+"""Training in several processes: on this machine, or on several machines where torchrun or srun starts them.
 
-What is here ran with CPU processes over gloo alone: two GPUs, NCCL and two machines were never at hand.
+Tested with CPU processes over gloo only: two GPUs, NCCL and two machines were never available.
 """
 
 from hasten.parallel.ddp import (

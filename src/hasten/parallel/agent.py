@@ -1,4 +1,9 @@
-"""Starts the ranks of a carried script by torchrun's elastic agent, and says which of them is to blame."""
+"""Start a script's ranks by torchrun's elastic agent, and report which rank caused a failure.
+
+The agent ends all ranks as soon as one fails, so most ranks end because of another one. Each rank leaves a report of
+its error in a shared folder. After the end, the exit codes and reports are ranked by how likely each rank is the
+culprit (`_End.guilt`), and only the likeliest is shown.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ from hasten.parallel import rank_failures
 from hasten.parallel.rank_stderr import RankStderr
 
 _FOLLOW = str(Path(__file__).with_name("follow.py"))
-_JOIN_SECONDS = 600  # until all machines must have come, as torchrun has it
+_JOIN_SECONDS = 600  # time limit for all machines to join: torchrun's default
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,12 @@ class Ranks:
     """The ranks to start.
 
     Attributes:
-        command: What each of them runs.
-        devices: How many on this machine.
-        nodes: Machines.
+        command: Command that each rank runs.
+        devices: Number of ranks on this machine.
+        nodes: Number of machines.
         endpoint: `host:port` where the machines meet; "" on one machine.
-        conf: Further settings of torchrun's rendezvous, `{"is_host": "1"}`.
-        folder: What this launcher and its ranks leave for each other.
+        conf: Further settings of torchrun's rendezvous, such as `{"is_host": "1"}`.
+        folder: Folder for files that the launcher and its ranks exchange.
     """
 
     command: Sequence[str]
@@ -56,18 +61,21 @@ class Ranks:
 
 
 def run(ranks: Ranks) -> int:
-    """Run the ranks of this machine to their end; return the exit code, 0 if all of them ended well.
+    """Run this machine's ranks until they end. Return the exit code: 0 if all ranks succeeded.
 
-    The ranks inherit `os.environ`. Nothing of them outlives this process.
+    The ranks inherit `os.environ`, and are killed when this process ends.
 
     Raises:
-        HastenError: A rank failed, or the machines did not meet; names the first culprit.
+        HastenError: A rank failed with one of hasten's own errors, the machines did not meet, or torch's agent could
+            not start the ranks.
     """
     run_id = "hasten" if ranks.nodes > 1 else uuid.uuid4().hex
-    os.environ.setdefault("PYTHONHASHSEED", str(zlib.crc32(run_id.encode())))  # sets of words: one order on all ranks
-    # Shared with the agents, gloo's ranks hung or died at 8 of 18 restarts; in a store of their own at none of 8.
+    # All ranks must iterate sets of strings in the same order.
+    os.environ.setdefault("PYTHONHASHSEED", str(zlib.crc32(run_id.encode())))
+    # Give the ranks a store separate from the agents' store. With a shared one, gloo ranks hung or died at 8 of 18
+    # restarts; with separate ones at none of 8.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # What the agent would say of a failed rank is said below, with its error.
+    # Silence the agent: `_explain` reports the failed rank, together with its error.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with RankStderr(ranks.folder) as stderr:
@@ -86,9 +94,9 @@ def run(ranks: Ranks) -> int:
             local_addr="127.0.0.1" if ranks.nodes == 1 else None,
         )
         command = ["-I", "-S", _FOLLOW, str(os.getpid()), *ranks.command]
-        late = threading.Timer(_seconds(ranks), _give_up, (ranks, streams))
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_join_limit(ranks), _give_up, (ranks, streams))
+        timer.daemon = True
+        timer.start()
         try:
             with _second_ctrl_c():
                 launch_agent(config, sys.executable, command)
@@ -102,47 +110,53 @@ def run(ranks: Ranks) -> int:
                 raise HastenError(f"torch's agent could not start the ranks: {_cause(error)}", "", 1) from error
             raise HastenError(f"the machines did not meet at {ranks.endpoint}: {_cause(error)}", _MEET, 1) from error
         finally:
-            late.cancel()
+            timer.cancel()
     return 0
 
 
 @contextmanager
 def _second_ctrl_c() -> Iterator[None]:
-    """A second Ctrl-C kills the ranks: at the first, torch's agent waits half a minute for those that do not end.
+    """Kill the ranks at a second Ctrl-C: after the first, torch's agent waits half a minute for ranks that do not end.
 
-    Its handlers raise where it waits, and then it waits once more. So signals are heard beside them.
+    A second signal would only make the agent's handler raise inside that wait, after which the agent waits once more.
+    So a thread counts the signals through a wake-up file descriptor, independently of the handlers.
     """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_hear, args=(ours,), name="second Ctrl-C", daemon=True).start()
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_kill_at_second, args=(reading,), name="second Ctrl-C", daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        theirs.close()
+        writing.close()
 
 
-def _hear(signals: socket.socket) -> None:
-    heard = 0
+def _kill_at_second(signals: socket.socket) -> None:
+    """Read signal numbers from a socket until it closes; from the second SIGINT on, kill all child processes."""
+    interrupts = 0
     with signals:
         while numbers := signals.recv(64):
-            heard += numbers.count(signal.SIGINT)
-            for child in psutil.Process().children(recursive=True) if heard > 1 else ():
+            interrupts += numbers.count(signal.SIGINT)
+            for child in psutil.Process().children(recursive=True) if interrupts > 1 else ():
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
 
 
-def _seconds(ranks: Ranks) -> float:
-    """Return how long the machines may take to meet."""
+def _join_limit(ranks: Ranks) -> float:
+    """Return how long the machines may take to meet, in seconds; half a minute longer than torch's own limit."""
     timeout = ranks.conf.get("timeout", "")
     return (float(timeout) if timeout.isdecimal() else _JOIN_SECONDS) + 30.0
 
 
 def _give_up(ranks: Ranks, streams: _Streams) -> None:
-    """End this process: torch waits without end for an answer of a program that listens there and never gives one."""
-    if not streams.asked:
-        messages.tell(f"hasten: the machines did not meet at {ranks.endpoint} in {_seconds(ranks):g} s\n  {_MEET}")
+    """End this process if the machines have not met.
+
+    torch's own limit does not cover this case: if some other program listens at the endpoint and never answers, torch
+    waits for its answer forever.
+    """
+    if not streams.met:
+        messages.tell(f"hasten: the machines did not meet at {ranks.endpoint} in {_join_limit(ranks):g} s\n  {_MEET}")
         shutil.rmtree(ranks.folder, ignore_errors=True)
         os._exit(1)
 
@@ -154,86 +168,98 @@ _MEET = (
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason, in one line."""
+    """Return the first line of the innermost cause's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class _Streams(LogsSpecs):
-    """Rank 0 has this process's own stdout and stderr; of the others, stderr comes with the rank before each line."""
+    """Streams of the ranks: rank 0 inherits this process's stdout and stderr.
+
+    The other ranks' stderr is shown with a rank prefix on each line; their stdout is discarded.
+    """
 
     def __init__(self, folder: str, stderr: RankStderr) -> None:
         super().__init__()
         self._folder = folder
         self._stderr = stderr
-        self.asked = False  # the machines have met, and the ranks start
+        self.met = False  # whether the machines have met: torch asks for the streams right before it starts the ranks
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The streams of each local rank."""
-        self.asked = True
-        other = {local: int(env["RANK"]) for local, env in envs.items() if int(env["RANK"])}
+        """Return the streams of each local rank."""
+        self.met = True
+        others = {local: int(env["RANK"]) for local, env in envs.items() if int(env["RANK"])}
         return LogsDest(
-            stdouts={local: os.devnull if local in other else "" for local in envs},
-            stderrs={local: self._stderr.of(other[local]) if local in other else "" for local in envs},
+            stdouts={local: os.devnull if local in others else "" for local in envs},
+            stderrs={local: self._stderr.of(others[local]) if local in others else "" for local in envs},
             error_files={local: f"{self._folder}/elastic-{local}" for local in envs},
         )
 
     @property
     def root_log_dir(self) -> str:
-        """Where torch's own files lie."""
+        """Folder for torch's own files."""
         return self._folder
 
 
 def _explain(error: ChildFailedError, ranks: Ranks) -> int:
-    """Say who is to blame for the end of all ranks; return the exit code.
+    """Report the rank that made all ranks end. Return the exit code.
 
     Raises:
-        HastenError: One of hasten's own, raised in a rank.
+        HastenError: That rank raised a HastenError; it is raised again here.
     """
-    # In the order in which the agent saw them.
-    ends = [_End(rank, failure, _said(ranks.folder, failure.local_rank)) for rank, failure in error.failures.items()]
+    # `failures` is in the order in which the agent noticed them, so the first entry ended first.
+    ends = [_End(rank, failure, _report(ranks.folder, failure.local_rank)) for rank, failure in error.failures.items()]
     culprit = min(ends, key=lambda end: end.guilt(ends[0] is end))
-    if culprit.said.get("message"):
+    if culprit.report.get("message"):
         where = f" (rank {culprit.rank})" if culprit.code == 1 else ""
-        raise HastenError(culprit.said["message"] + where, culprit.said["fix"], culprit.said["code"])
+        raise HastenError(culprit.report["message"] + where, culprit.report["fix"], culprit.report["code"])
     size = ranks.devices * ranks.nodes
-    what = f"rank {culprit.rank} of {size} on {socket.gethostname()} {rank_failures.how_it_ended(culprit.code)}"
-    messages.tell(f"hasten: {what}, so all ranks were ended{culprit.words()}")
+    ending = f"rank {culprit.rank} of {size} on {socket.gethostname()} {rank_failures.how_it_ended(culprit.code)}"
+    messages.tell(f"hasten: {ending}, so all ranks were ended{culprit.words()}")
     return culprit.code if culprit.code > 0 else 128 - culprit.code
 
 
 class _End:
     """How a rank ended."""
 
-    def __init__(self, rank: int, failure: Any, said: dict[str, Any]) -> None:
+    def __init__(self, rank: int, failure: Any, report: dict[str, Any]) -> None:
         self.rank = rank
-        self.said = said
-        # One that failed may still have been on its way out when the agent ended it.
-        self.code = int(said["code"]) if said and failure.exitcode < 0 else int(failure.exitcode)
+        self.report = report
+        # A rank that failed by itself may have been killed by the agent before it exited: its reported code counts.
+        self.code = int(report["code"]) if report and failure.exitcode < 0 else int(failure.exitcode)
 
     def guilt(self, first: bool) -> int:
-        """The less, the more this rank is to blame; `first`: it was the first that was seen to have ended."""
-        text = self.said.get("text", "")
-        if self.said.get("message"):
+        """Return a sort key: the lower, the likelier this rank is the culprit.
+
+        In order: an error of hasten's own; an error that is not a consequence of a lost rank; an end without a report,
+        if it was the first or was not the agent's doing; an error that only says that another rank is gone; the rest.
+
+        Args:
+            first: Whether the agent saw this rank end first.
+        """
+        text = self.report.get("text", "")
+        if self.report.get("message"):
             return 0
         if text and not rank_failures.is_symptom(text):
             return 1
-        if not text and (first or self.code not in (-signal.SIGTERM, -signal.SIGABRT)):  # by which the agent ends them
+        # SIGTERM: the agent ended it. SIGABRT: torch aborts a process whose partners are gone.
+        if not text and (first or self.code not in (-signal.SIGTERM, -signal.SIGABRT)):
             return 2
         return 3 if text else 4
 
     def words(self) -> str:
-        """Return what it said, in one line."""
-        lines = str(self.said.get("text", "")).strip().splitlines()
+        """Return the last line of its error, formatted as the end of a sentence; "" if it left none."""
+        lines = str(self.report.get("text", "")).strip().splitlines()
         if not lines:
             return "; look for lack of memory with `dmesg`" if self.code == -signal.SIGKILL else ""
         return f": {lines[-1]}"
 
 
-def _said(folder: str, local_rank: int) -> dict[str, Any]:
+def _report(folder: str, local_rank: int) -> dict[str, Any]:
+    """Return the error report that a rank left; {} if it left none."""
     try:
-        said: dict[str, Any] = json.loads((Path(folder) / f"error-{local_rank}").read_text())
-    except (OSError, ValueError):  # it left nothing, or was killed while it wrote
+        report: dict[str, Any] = json.loads((Path(folder) / f"error-{local_rank}").read_text())
+    except (OSError, ValueError):  # the rank left no report, or was killed while it wrote one
         return {}
-    return said
+    return report

@@ -1,4 +1,9 @@
-"""Averages gradients over ranks after each backward, in place, whoever owns the parameters."""
+"""Average gradients over ranks after each backward, in place, for models and optimizers that a script builds itself.
+
+Each parameter gets a number, in the same order on all ranks, and a hook that notes when its gradient changes. After a
+backward, the ranks first compare which parameters it reached (`Meeting.meet`); only if those differ do they exchange
+the full list. Then the gradients are averaged in buckets, each rank weighted by its number of samples.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,18 @@ from hasten.errors import HastenError
 from hasten.parallel.flat import copy_back, pieces
 from hasten.parallel.meeting import About, Meeting
 
-_BUCKET = 1 << 25  # bytes sent in one piece
+_BUCKET = 1 << 25  # bytes per all-reduce
 
 
 class Averaging:
-    """The gradients of parameters that were added here, averaged over the ranks.
+    """Averages the gradients of registered parameters over the ranks.
 
-    `.grad` of every rank is, after each backward, what one process would have computed from the samples of all
-    ranks. So whatever reads it there (clipping, a GradScaler, a print) sees that, and a gradient that is accumulated
-    over several backwards stays right: what was averaged before is the same on all ranks, and so is its mean.
+    After each backward, `.grad` on every rank is what one process would have computed from the samples of all ranks.
+    So everything that reads it (clipping, a GradScaler, a print) sees the right values. Accumulation over several
+    backwards stays correct: the part averaged before is equal on all ranks, so averaging it again does not change it.
 
-    DistributedDataParallel is another way to the same mean. It wants to wrap the model, to be told which backward is
-    the last one before a step, and to weigh all ranks the same.
+    DistributedDataParallel computes the same mean, but it must wrap the model, must know which backward is the last
+    before a step, and weights all ranks equally.
     """
 
     def __init__(self, meeting: Meeting) -> None:
@@ -37,7 +42,7 @@ class Averaging:
         self.averaged: list[torch.Tensor] = []
 
     def add(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Average these from now on; in the same order on all ranks. Returns those that are new."""
+        """Register parameters, in the same order on all ranks. Return those that are new."""
         new = []
         for parameter in parameters:
             if parameter in self._numbers:
@@ -53,28 +58,28 @@ class Averaging:
         return new
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was added."""
+        """Return whether a tensor was registered."""
         return tensor in self._numbers
 
     def begins(self) -> None:
-        """A backward begins."""
+        """Prepare for a backward. Call it right before each one."""
         self._touched.clear()
-        for parameter in [parameter for parameter in self._frozen if parameter.requires_grad]:  # thawed meanwhile
+        for parameter in [parameter for parameter in self._frozen if parameter.requires_grad]:  # unfrozen since
             del self._frozen[parameter]
             self._listen(parameter)
 
     def ends(self, at: int, samples: float) -> int:
-        """A backward is over: average what it has touched on any rank.
+        """Average the gradients that a finished backward changed on any rank; a collective.
 
         Args:
-            at: How many batches this rank was given so far.
-            samples: Of how many samples this rank's gradient is the mean; 0.0: it counts for nothing.
+            at: Number of batches this rank has received so far.
+            samples: Number of samples that this rank's gradient is the mean of; 0.0 leaves this rank out of the mean.
 
         Returns:
-            How many parameters have a gradient of it, on any rank.
+            Number of parameters whose gradient the backward changed on any rank.
 
         Raises:
-            HastenError: A gradient is sparse, or the ranks have parted.
+            HastenError: A gradient is sparse, or the ranks do different things.
         """
         touched, self._touched = self._touched, {}
         numbers = sorted(touched)
@@ -90,23 +95,30 @@ class Averaging:
         return len(parameters)
 
     def _listen(self, parameter: torch.Tensor) -> None:
-        number, touched = self._numbers[parameter], weakref.ref(self)
+        """Add a hook that notes when a backward changes the parameter's gradient."""
+        # A weak reference: a hook must not keep this object, and through it the other parameters, alive.
+        number, owner = self._numbers[parameter], weakref.ref(self)
 
         def note(leaf: torch.Tensor) -> None:
-            averaging = touched()
+            averaging = owner()
             if averaging is not None:
                 averaging._touched[number] = leaf
 
         parameter.register_post_accumulate_grad_hook(note)
 
     def _all_touched(self, numbers: list[int]) -> list[int]:
-        """Return the parameters that any rank has a gradient of: ranks may use different parts of a model."""
-        most = int(self._meeting.world.reduce(torch.tensor(self._count), "max"))
-        flags = torch.zeros(most, dtype=torch.int32)
+        """Return the numbers of parameters reached on any rank: ranks may use different parts of a model."""
+        count = int(self._meeting.world.reduce(torch.tensor(self._count), "max"))
+        flags = torch.zeros(count, dtype=torch.int32)
         flags[numbers] = 1
         return [int(number) for number in self._meeting.world.reduce(flags, "max").nonzero().flatten()]
 
     def _of(self, number: int) -> torch.Tensor:
+        """Return the parameter with this number.
+
+        Raises:
+            HastenError: This rank has no such parameter, or its gradient is sparse.
+        """
         parameter = self._by_number.get(number)
         if parameter is None:
             raise HastenError(
@@ -122,20 +134,21 @@ class Averaging:
         return parameter
 
     def _average(self, parameters: list[torch.Tensor], weight: float) -> None:
+        """Replace the gradients of parameters by the sum over ranks of weight * gradient, in one all-reduce."""
         import torch.distributed as dist
 
         with torch.no_grad():
             for parameter in parameters:
-                if parameter.grad is None:  # others have one
+                if parameter.grad is None:  # other ranks have a gradient: take part in their all-reduce with zeros
                     parameter.grad = torch.zeros_like(parameter)
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            wide = torch.promote_types(grads[0].dtype, torch.float32)  # half types are added up in float32
+            wide = torch.promote_types(grads[0].dtype, torch.float32)  # 16-bit gradients are summed in float32
             flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads]).mul_(weight)
             dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat)
             copy_back(flat, grads)
 
 
 def _hash(numbers: list[int]) -> int:
-    """40 bits that say which numbers these are."""
+    """Return a 40-bit hash of the numbers."""
     text = ",".join(map(str, numbers)).encode()
     return zlib.crc32(text) & 0xFFFFF | (zlib.crc32(text[::-1], 1) & 0xFFFFF) << 20

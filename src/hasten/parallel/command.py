@@ -1,4 +1,4 @@
-"""The very command that started this process, to run again as another rank."""
+"""Find the command that started this process, to run it again as another rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from hasten.errors import HastenError
 from hasten.parallel.place import LAUNCHED
 
-_FIRST_SEEN = Path.cwd()
+_FIRST_SEEN = Path.cwd()  # the working directory at import time, in case a script changes it later
 
 
 def own_command() -> tuple[list[str], Path]:
-    """This process's command, with the flags of Python, and the folder it was started in.
+    """Return this process's command, with Python's own flags, and the folder it was started in.
 
     Raises:
-        HastenError: There is none to run again: a notebook, a prompt, or a script read from stdin.
+        HastenError: There is no command to run again: a notebook, a prompt, or a script read from stdin.
     """
     words = list(sys.orig_argv)
     if not _can_run_again(words):
@@ -30,16 +30,18 @@ def own_command() -> tuple[list[str], Path]:
 
 
 def _start() -> Path:
-    """The folder this process was started in: scripts, and Hydra, go elsewhere later."""
+    """Return the folder this process was started in: scripts, and Hydra, change the working directory later."""
     file = getattr(sys.modules["__main__"], "__file__", None) or ""
     for word in sys.orig_argv[1:]:
-        # Python makes the path of a script absolute, once, at its start.
+        # Python made the script's path absolute when it started. So the difference to the relative path in the command
+        # is the folder: `/home/me/train.py` for `train.py` gives `/home/me/`.
         if Path(file).is_absolute() and not Path(word).is_absolute() and file.endswith(os.sep + word):
             return Path(file[: -len(word)])
     return _FIRST_SEEN
 
 
 def _can_run_again(words: list[str]) -> bool:
+    """Return whether running these words starts the same program again."""
     if hasattr(sys, "ps1") or sys.flags.interactive or len(words) < 2 or not sys.executable:
         return False
     shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -47,12 +49,13 @@ def _can_run_again(words: list[str]) -> bool:
         return False
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
-    if file is None:  # `python -c` has its program among its words; stdin is read already
+    if file is None:  # `python -c` has its program in the command; a program on stdin has been consumed
         return _has_program(words)
     return Path(file).exists() or getattr(main, "__spec__", None) is not None
 
 
 def _has_program(words: list[str]) -> bool:
+    """Return whether a command of Python contains `-c`, also combined with other flags (`-Ic`)."""
     for word in words[1:]:
         if word == "-" or not word.startswith("-"):
             return False
@@ -62,9 +65,9 @@ def _has_program(words: list[str]) -> bool:
 
 
 def rank_environment(rank: int, size: int, address: str, port: int, cores: int) -> dict[str, str]:
-    """Return what a rank on this machine needs in its environment, in torchrun's words.
+    """Return the environment variables of a rank on this machine, as torchrun names them.
 
-    Threads are shared between the ranks unless OMP_NUM_THREADS is set.
+    The cores are divided among the ranks' threads, unless OMP_NUM_THREADS is set.
     """
     return {
         "RANK": str(rank),

@@ -1,4 +1,9 @@
-"""Wraps a training step in DistributedDataParallel, and says what its errors mean."""
+"""Run training steps under DistributedDataParallel (DDP), and explain its errors.
+
+DDP prepares its reducer in `forward`, and expects one backward after it. `Step` makes a whole training step that
+forward. `manual_forward` and `before_backward` serve steps that call backward themselves; `Exchange` serves steps
+whose backward runs in parts.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Step(nn.Module):
-    """A module whose forward is a training step of the user's, so that DistributedDataParallel sees the whole of it.
+    """Module whose forward is a user's whole training step, which DistributedDataParallel can wrap.
 
     Args:
-        module: Owns the parameters.
-        call: What a step calls, such as `module.training_step`; may be replaced at any time.
+        module: Owner of the parameters.
+        call: Function of a step, such as `module.training_step`; may be replaced at any time.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -42,16 +47,18 @@ def wrap(
     world: World,
     **options: Any,
 ) -> DistributedDataParallel:
-    """Let the gradients of `module` be averaged over the ranks while its backward runs.
+    """Return a module to call in place of `call`; its backward averages the gradients over the ranks.
 
-    Call what is returned in place of `call`, and backward as usual. The module must be on its device already. Rank 0's
-    parameters and buffers go to all ranks.
+    Broadcasts rank 0's parameters and buffers to all ranks. The module must be on its device already.
 
     Args:
-        module: Owns the parameters; at least one must require a gradient.
-        call: A step: its forward and loss, such as `module.training_step`.
-        world: Of more than one rank.
-        **options: Those of DistributedDataParallel; `gradient_as_bucket_view` is on unless it is given.
+        module: Owner of the parameters; at least one must require a gradient.
+        call: Forward and loss of a step, such as `module.training_step`.
+        world: More than one rank.
+        **options: Options of DistributedDataParallel; `gradient_as_bucket_view` is on by default.
+
+    Raises:
+        HastenError: No parameter requires a gradient.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -68,10 +75,10 @@ def wrap(
 
 
 class Exchange:
-    """What ranks exchange in a step whose backward runs in parts, each of which may fail and be done again.
+    """Controls what ranks exchange in a step whose backward runs in parts, each of which may fail and be repeated.
 
-    DistributedDataParallel averages gradients within a backward; a rank that fails in one leaves the others waiting. So
-    here parts exchange nothing, and `average` does it once all ranks are through.
+    DistributedDataParallel averages gradients within a backward; if a rank fails there, the others wait for it forever.
+    So parts exchange nothing here, and `end` averages the gradients once all ranks have finished.
 
     Args:
         ddp: The wrapped model.
@@ -80,26 +87,26 @@ class Exchange:
 
     def __init__(self, ddp: DistributedDataParallel, world: World) -> None:
         self._ddp, self._world = ddp, world
-        self._parameters = [one for one in ddp.module.parameters() if one.requires_grad]
+        self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._wanted = self._sends_buffers = False
 
     def begin(self) -> None:
-        """Let the parts that follow exchange nothing but buffers, with the first forward, as without parts."""
+        """Begin a step: turn gradient averaging off. The first forward still broadcasts buffers, as without parts."""
         self._wanted = self._ddp.require_backward_grad_sync
         self._sends_buffers = self._ddp.require_forward_param_sync
         self._ddp.require_backward_grad_sync = False
 
     def again(self) -> None:
-        """Begin once more: the next forward exchanges what the first one did."""
+        """Begin the step again: the next forward broadcasts buffers, if the first one did."""
         self._ddp.require_forward_param_sync = self._sends_buffers
 
     def last(self) -> None:
-        """The next backward is the step's last one: it averages the gradients, if the step is one that does."""
+        """Make the next backward, the step's last, average the gradients, if this step averages any."""
         self._ddp.require_backward_grad_sync = self._wanted
 
     @contextlib.contextmanager
     def nothing(self) -> Iterator[None]:
-        """Forwards under this exchange nothing at all."""
+        """Return a context in which forwards exchange nothing."""
         ddp = self._ddp
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
@@ -109,13 +116,18 @@ class Exchange:
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
 
     def agree(self, number: int) -> tuple[int, list[bool]]:
-        """Return the least of all ranks' numbers, and which parameters have a gradient on any rank."""
-        have = [-int(one.grad is not None) for one in self._parameters]
-        least = self._world.reduce(torch.tensor([number, *have]), "min").tolist()
-        return int(least[0]), [bool(one) for one in least[1:]]
+        """Return the minimum of all ranks' numbers, and for each parameter whether any rank has its gradient."""
+        # Negated, so that one "min" serves both: -1 wins where any rank has a gradient.
+        have = [-int(parameter.grad is not None) for parameter in self._parameters]
+        smallest = self._world.reduce(torch.tensor([number, *have]), "min").tolist()
+        return int(smallest[0]), [bool(flag) for flag in smallest[1:]]
 
     def end(self, have: list[bool]) -> None:
-        """All ranks are through: average the gradients, if the step is one that does."""
+        """End the step on all ranks: average the gradients, if this step averages any.
+
+        Args:
+            have: Whether any rank has a gradient, by parameter, from `agree`.
+        """
         self._ddp.require_backward_grad_sync = self._wanted
         if not self._wanted:
             return
@@ -124,25 +136,25 @@ class Exchange:
         for parameter, any_rank in zip(self._parameters, have, strict=True):
             if not any_rank:
                 continue
-            if parameter.grad is None:  # it took no part here, as under find_unused_parameters
+            if parameter.grad is None:  # unused on this rank only; DDP under find_unused_parameters also counts it as 0
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         average(gradients, self._world)
 
 
-_AT_ONCE = 25 * 2**20  # bytes sent in one go, as DistributedDataParallel does
+_AT_ONCE = 25 * 2**20  # bytes per all-reduce, as in DistributedDataParallel
 
 
 def average(gradients: list[torch.Tensor], world: World, group: Any = None) -> None:
     """Average gradients over the ranks, in place.
 
     Args:
-        gradients: The same on all ranks, in order, shape and type.
-        world: The ranks; its size is theirs.
-        group: Their process group; None: all there are.
+        gradients: Gradients, in the same order, shapes and dtypes on all ranks.
+        world: World whose size the sums are divided by.
+        group: Process group of the ranks; None: all ranks.
 
     Raises:
-        HastenError: One is sparse.
+        HastenError: A gradient is sparse.
     """
     import torch.distributed as dist
 
@@ -150,41 +162,42 @@ def average(gradients: list[torch.Tensor], world: World, group: Any = None) -> N
         raise HastenError("sparse gradients of several ranks cannot be averaged here", "use dense embeddings")
     for bucket in pieces(gradients, _AT_ONCE):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does: the same bits
+        flat.mul_(1.0 / world.size)  # before the sum, as DistributedDataParallel does, for the same bits
         dist.all_reduce(flat, group=group)
         copy_back(flat, bucket)
 
 
 def with_gradients(module: nn.Module, world: World) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that have a gradient on any rank, with their names; a collective."""
+    """Return the (name, parameter) pairs that have a gradient on any rank; a collective."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    have = world.reduce(torch.tensor([one.grad is not None for _, one in named], dtype=torch.uint8), "max")
-    return [one for one, somewhere in zip(named, have.tolist(), strict=True) if somewhere]
+    have = world.reduce(torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8), "max")
+    return [pair for pair, somewhere in zip(named, have.tolist(), strict=True) if somewhere]
 
 
 def manual_forward(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    """A step that calls backward itself, any number of times; `before_backward` goes before each."""
+    """Run a step that calls backward itself, any number of times, with `before_backward` before each."""
     sync, ddp.require_backward_grad_sync = ddp.require_backward_grad_sync, False
     try:
         output = ddp(*args, **kwargs)
     finally:
         ddp.require_backward_grad_sync = sync
-    ddp._check_reducer_finalized()  # of its last backward: there may be no other, which would notice
+    # Raises if the last backward left gradients unaveraged. torch checks that in the next forward, which may not come.
+    ddp._check_reducer_finalized()
     return output
 
 
 def before_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Make ready to average the gradients of one backward inside of a step.
+    """Prepare DDP to average the gradients of one backward inside a step.
 
-    A backward that reaches only some of the parameters (a GAN's) needs find_unused_parameters=True.
+    A backward that reaches only some of the parameters (as in a GAN) needs find_unused_parameters=True.
     """
-    # Where DistributedDataParallel itself would do this, in forward, such a step's backwards are over already.
+    # DistributedDataParallel does this at the end of its forward, when the backwards inside such a step are over.
     ddp.require_forward_param_sync = True
     ddp.reducer.prepare_for_backward([loss] if ddp.find_unused_parameters and not ddp.static_graph else [])
 
 
 def explained(ddp: DistributedDataParallel, error: BaseException) -> HastenError | None:
-    """Return what torch's error says of a step's parameters, and what to do; None if it is another error."""
+    """Return an error that explains torch's error about a step's parameters, with a fix; None for other errors."""
     text = str(error)
     if "Your training graph has changed in this iteration" in text:
         return HastenError(
@@ -212,10 +225,10 @@ def explained(ddp: DistributedDataParallel, error: BaseException) -> HastenError
 
 
 def sync_batchnorm(model: nn.Module, world: World) -> nn.Module:
-    """The model with its BatchNorm layers counting over all ranks; as it was when alone.
+    """Return the model with BatchNorm statistics over all ranks (SyncBatchNorm); unchanged if there is one rank.
 
     Raises:
-        HastenError: On a CPU, where torch has no such layer.
+        HastenError: The device is a CPU, for which torch has no such layer.
     """
     if world.size == 1:
         return model

@@ -1,4 +1,4 @@
-"""Resolves `accelerator=` and `devices=` on this machine."""
+"""Resolve `accelerator=` and `devices=` to the devices of this machine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Devices = int | str | Sequence[int]
 
 
 def choose_devices(accelerator: str = "auto", devices: Devices = "auto") -> list[torch.device]:
-    """The devices of this machine that shall train: one process each.
+    """Return the devices of this machine to train on, one per process.
 
     Args:
         accelerator: "cpu", "gpu" or "cuda" (the same), or "auto": GPUs where there are any.
-        devices: A number; "auto" or -1 for all GPUs (one process on a CPU); for GPUs also their indices, as a list
-            or as "0,1". A string of one number is a number: "2" is two devices.
+        devices: A number of devices; "auto" or -1 for all GPUs (one process on a CPU); for GPUs also their indices, as
+            a list or as "0,1". A string with a single number is a count: "2" means two devices.
 
     Returns:
-        Devices by local rank; on a CPU the same device as many times as there shall be processes.
+        Devices by local rank; on a CPU the same device once per process.
 
     Raises:
-        HastenError: Not understood, or more than there are.
+        HastenError: A value is not understood, or asks for more devices than there are.
     """
     if accelerator not in {"auto", "cpu", "gpu", "cuda"}:
         raise HastenError(f"accelerator={accelerator!r} is unknown.", 'Use "auto", "cpu", "gpu" or "cuda".')
@@ -51,7 +51,7 @@ def choose_devices(accelerator: str = "auto", devices: Devices = "auto") -> list
 
 
 def _read(devices: Devices) -> int | list[int]:
-    """A number of devices (-1 is all), or their indices."""
+    """Parse `devices=`. Return a number of devices (-1: all), or a list of indices."""
     wanted: int | list[int] | None = None
     if isinstance(devices, str):
         words = [word.strip() for word in devices.split(",") if word.strip()]

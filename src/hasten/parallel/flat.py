@@ -1,4 +1,4 @@
-"""Tensors of one kind in one piece, as they are sent: in lists of one type and device, and back from a flat tensor."""
+"""Group tensors by dtype and device, to send each group as one flat tensor, and copy it back into them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return tensors in lists of one type and device each, in the order of the first of each."""
+    """Return tensors grouped by dtype and device, the groups in order of their first tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -16,21 +16,24 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def pieces(tensors: Iterable[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """Give tensors of one type and device, so many that they have `size` bytes or are the last of their kind."""
-    for alike in by_kind(tensors):
+    """Yield groups of tensors of one dtype and device, each as short as possible with at least `size` bytes in total.
+
+    The last group of a dtype and device may be smaller.
+    """
+    for same_kind in by_kind(tensors):
         piece: list[torch.Tensor] = []
-        held = 0
-        for tensor in alike:
+        size_so_far = 0
+        for tensor in same_kind:
             piece.append(tensor)
-            held += tensor.nbytes
-            if held >= size:
+            size_so_far += tensor.nbytes
+            if size_so_far >= size:
                 yield piece
-                piece, held = [], 0
+                piece, size_so_far = [], 0
         if piece:
             yield piece
 
 
 def copy_back(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Write the parts of a flat tensor to the tensors that it was made of, in place."""
+    """Copy the parts of a flat tensor into the tensors it was concatenated from."""
     for tensor, part in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

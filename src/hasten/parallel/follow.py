@@ -1,4 +1,4 @@
-"""Becomes a command that ends when its parent ends. Run by path, before anything else is imported; Linux.
+"""Run a command that the kernel kills when its parent dies (Linux). Run by path: it imports nothing of hasten.
 
 python -I -S follow.py PARENT_PID COMMAND...
 """
@@ -12,10 +12,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def follow(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, whatever it dies of; survives exec."""
+    """Have the kernel kill this process when its parent dies, for any reason; the setting survives exec."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before this process said so
+    if os.getppid() != parent:  # the parent died before the request above: nothing would kill this process
         os._exit(1)
 
 

@@ -1,4 +1,10 @@
-"""Parameters, gradients and optimizer states in parts, one a rank: torch's `fully_shard` (FSDP2), in place."""
+"""Shard a module's parameters, gradients and optimizer states over ranks, in place, by torch's `fully_shard` (FSDP2).
+
+FSDP gathers a unit's parameters in the hooks of its forward. A training step is a call of `training_step`, not of the
+module's forward, so the module gets an owner (`Root`) whose forward is the whole step, and the owner is sharded as the
+root unit. Some functions here reach into FSDP's private state, for lack of a public interface; comments name the torch
+versions that differ.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ _ROOT = "_hasten_fsdp_root"
 
 
 class Root(nn.Module):
-    """Owns a module, so that any call of it, such as a whole training step, is a forward to FSDP.
+    """Owner of a module that makes any call, such as a whole training step, a forward for FSDP.
 
     The module itself keeps its class and its names; only the units inside become FSDP modules.
     """
@@ -31,24 +37,24 @@ class Root(nn.Module):
         self.module = module
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the call returns; what lies in no unit is whole meanwhile."""
+        """Run the call and return its result. During it, parameters that belong to no unit are gathered."""
         return call(*args, **kwargs)
 
 
 def units_in(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside that are FSDP's already: a script has called `fully_shard` itself."""
+    """Return the submodules that are FSDP modules already, because the script called `fully_shard` itself."""
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def root_of(module: nn.Module) -> Root | None:
-    """Return the root that `shard` gave to a module; None where it has not."""
+    """Return the root that `shard` created for a module; None if it has not been sharded."""
     return vars(module).get(_ROOT)
 
 
 def apart(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks none of whose parameters lies outside of them, too: a tied weight can be in one unit only."""
+    """Return the blocks that share no parameter with the rest of the module: a tied weight can be in one unit only."""
     inside = {id(part): number for number, block in enumerate(blocks) for part in block.modules()}
     owners: defaultdict[int, set[int]] = defaultdict(set)
     for part in module.modules():
@@ -67,25 +73,26 @@ def shard(
     shard_size: int | None = None,
     mesh: Any = None,
 ) -> Root:
-    """Leave each rank its part of a module's parameters; whole ones are put together where a unit computes.
+    """Shard a module's parameters over the ranks; each unit is gathered while it computes.
 
-    Rank 0's parameters and buffers go to all ranks first, unit by unit, so a device needs room for its part and one
-    unit. What a script has sharded itself stays as it is; the root takes what is left.
+    Broadcasts rank 0's parameters and buffers first, unit by unit, so a device needs memory for its part and one unit.
+    Submodules that the script sharded itself are left alone; the root takes the rest. A module that has been sharded
+    here before is returned as it is.
 
     Args:
         module: On any device.
-        blocks: The units, each gathered and let go by itself; the rest of the module is one more.
-        world: Of more than one rank.
-        mp_policy: In which formats FSDP gathers and reduces; None: as the parameters are.
-        reshard_after_forward: Whether units are let go between forward and backward; None: all but the root.
-        shard_size: How many neighboring ranks share one copy of the module; None: all.
-        mesh: The ranks to share it among, where they are not all: the "data" of a mesh whose layers are split already.
+        blocks: The units, each gathered and freed separately; the rest of the module is one more unit.
+        world: More than one rank.
+        mp_policy: Dtypes in which FSDP gathers and reduces; None: those of the parameters.
+        reshard_after_forward: Whether units are freed between forward and backward; None: all but the root.
+        shard_size: Number of neighboring ranks that share one copy of the module; None: all.
+        mesh: Ranks to shard over, if not all: dimension "data" of a mesh whose layers are split already.
 
     Returns:
-        What steps are called through.
+        The root, through which steps are called.
 
     Raises:
-        HastenError: FSDP cannot shard a parameter, or the ranks do not come out even.
+        HastenError: FSDP cannot shard a parameter, or `shard_size` does not divide the number of ranks.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -93,7 +100,7 @@ def shard(
         return root
     _refuse(module)
     mesh = _mesh(world, shard_size or world.size) if mesh is None else mesh
-    # Inputs stay as they are: autocast casts them, or the technique `precision` has.
+    # Do not let FSDP cast inputs: autocast or the technique `precision` does.
     policy = mp_policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     for block in apart(module, blocks):
@@ -102,12 +109,16 @@ def shard(
     root = Root(module)
     as_on_rank_0(module, world)
     fully_shard(root, reshard_after_forward=reshard_after_forward, **options)
-    vars(module)[_ROOT] = root  # not as a part of it, which would be a circle
+    vars(module)[_ROOT] = root  # past `__setattr__`: as a submodule it would make a cycle
     return root
 
 
 def _mesh(world: World, shard_size: int) -> Any:
-    """Return the ranks in one row, or in rows of those that share a copy."""
+    """Return the ranks as a 1-D mesh, or as a 2-D mesh whose rows share one copy of the module (HSDP).
+
+    Raises:
+        HastenError: `shard_size` does not divide the number of ranks.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     if world.size % shard_size:
@@ -122,7 +133,7 @@ def _mesh(world: World, shard_size: int) -> Any:
 
 
 def _refuse(module: nn.Module) -> None:
-    """Raise for what FSDP cannot shard, before anything is changed."""
+    """Raise a HastenError for anything that FSDP cannot shard, before anything is changed."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise HastenError(
             f"{type(module).__name__} has no parameter that requires a gradient: several ranks have nothing to share.",
@@ -148,7 +159,7 @@ def _refuse(module: nn.Module) -> None:
 
 
 def as_on_rank_0(module: nn.Module, world: World) -> None:
-    """Bring whole parameters and buffers to the device, and give all ranks those of rank 0, as DDP does."""
+    """Move unsharded parameters and buffers to the device, and broadcast rank 0's, as DDP does."""
     import torch.distributed as dist
 
     for tensor in (*module.parameters(), *module.buffers()):
@@ -160,9 +171,9 @@ def as_on_rank_0(module: nn.Module, world: World) -> None:
 
 
 class Buffers:
-    """Gives all ranks rank 0's buffers before a training forward, as DDP does: BatchNorm's statistics, counters.
+    """Broadcasts rank 0's buffers (BatchNorm statistics, counters) before a training forward, as DDP does.
 
-    Only those that checkpoints hold: tables that are made again (`persistent=False`) are the same everywhere.
+    Only persistent buffers: tables that are recomputed (`persistent=False`) are the same on all ranks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -177,10 +188,10 @@ class Buffers:
         return bool(self._slots)
 
     def send(self) -> None:
-        """Send them, all of one kind in one piece."""
+        """Broadcast the buffers, in one message per dtype and device."""
         import torch.distributed as dist
 
-        now = [owner[name].detach() for owner, name in self._slots]  # a forward may have put another tensor there
+        now = [owner[name].detach() for owner, name in self._slots]  # read now: a forward may replace the tensor
         with torch.no_grad():
             for tensors in by_kind(now):
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -190,21 +201,22 @@ class Buffers:
 
 
 def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
-    """Return gradients that wait, whole and unreduced on each rank, for the rest of their accumulation window.
+    """Return the gradients that are accumulated so far, averaged over the ranks and whole; a collective.
 
-    A collective. Their mean over the ranks is what the window's end would make of them.
+    Within an accumulation window FSDP keeps them unsharded and unreduced on each rank. Their mean is what FSDP would
+    compute at the end of the window.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    waiting: dict[str, torch.Tensor] = {}
-    for kept in _kept(module):
-        gradient = kept.unsharded_accumulated_grad
+    unreduced: dict[str, torch.Tensor] = {}
+    for state in _states(module):
+        gradient = state.unsharded_accumulated_grad
         if gradient is None:
-            gradient = getattr(getattr(kept, "_unsharded_param", None), "grad", None)
-        name = names.get(id(kept.sharded_param))
+            gradient = getattr(getattr(state, "_unsharded_param", None), "grad", None)
+        name = names.get(id(state.sharded_param))
         if gradient is not None and name is not None:
-            waiting[name] = gradient
-    mean = {name: world.mean(_full(gradient)).to(gradient.dtype) for name, gradient in waiting.items()}
-    for name, parameter in module.named_parameters():  # of a window that began before the last resume
+            unreduced[name] = gradient
+    mean = {name: world.mean(_full(gradient)).to(gradient.dtype) for name, gradient in unreduced.items()}
+    for name, parameter in module.named_parameters():  # loaded from a checkpoint within the window
         if parameter.grad is not None:
             full = _full(parameter.grad)
             mean[name] = mean[name] + full if name in mean else full.clone()
@@ -212,17 +224,18 @@ def accumulated(module: nn.Module, world: World) -> dict[str, torch.Tensor]:
 
 
 def _full(gradient: Any) -> torch.Tensor:
+    """Return a gradient gathered from all ranks, if it is sharded."""
     return gradient.full_tensor() if is_sharded(gradient) else gradient  # type: ignore[no-any-return]
 
 
 def begin_again(module: nn.Module) -> None:
-    """Drop what a run has left that ended within a step or an accumulation window; does nothing to a fresh module.
+    """Discard what an earlier run left in FSDP's state, if it ended within a step or an accumulation window.
 
-    `zero_grad` does not see gradients that wait for the rest of a window, and the next exchange would add them. After
-    an error within a forward FSDP takes the next one for a part of it: what is in no unit would not be trained.
+    Unreduced gradients of a window are invisible to `zero_grad`, and the next exchange would add them. After an error
+    within a forward, FSDP would take the next forward as nested in that one, and not train parameters outside units.
 
     Raises:
-        HastenError: A step was broken off, which this torch cannot undo.
+        HastenError: A step was interrupted, and this torch cannot reset that.
     """
     root: Any = root_of(module)
     if root is None or root._get_fsdp_state()._is_root is None:  # no forward yet
@@ -235,44 +248,45 @@ def begin_again(module: nn.Module) -> None:
             "the module's last run under FSDP ended by an error within a step: FSDP would not train all of it again.",
             "Build the module again, and go on from a checkpoint.",
         )
-    for kept in _kept(module):
-        if (whole := getattr(kept, "_unsharded_param", None)) is not None:
+    for parameter in _states(module):
+        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
             whole.grad = None
-        if kept.unsharded_accumulated_grad is not None:  # in torch 2.15 that of `whole`, which cannot be set
-            kept.unsharded_accumulated_grad = None
+        # In torch 2.15 it is `whole.grad`, which cannot be set here and is None by now.
+        if parameter.unsharded_accumulated_grad is not None:
+            parameter.unsharded_accumulated_grad = None
 
 
-def _kept(module: nn.Module) -> Iterator[Any]:
-    """Give what FSDP keeps of each parameter."""
+def _states(module: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's state of each parameter (`FSDPParam`)."""
     units: list[Any] = units_in(root_of(module) or module)
     for part in units:
         state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one group or none
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; earlier versions have one group or none
         for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
             yield from group.fsdp_params
 
 
 def clip_norm(parameters: Iterable[torch.Tensor], value: float) -> None:
-    """Clip gradients by their norm over all parameters and ranks, as `clip_grad_norm_` does for whole ones.
+    """Clip gradients by their norm over all parameters and ranks, as `clip_grad_norm_` does for unsharded ones.
 
     Args:
-        parameters: Sharded over any meshes; those that are whole count once.
-        value: The largest norm.
+        parameters: Parameters, sharded over any meshes; unsharded ones count once.
+        value: Largest norm.
     """
-    given = [parameter for parameter in parameters if parameter.grad is not None]
-    norms = [_full(nn.utils.get_total_norm(same)) for same in by_mesh([p.grad for p in given if p.grad is not None])]
+    clipped = [parameter for parameter in parameters if parameter.grad is not None]
+    norms = [_full(nn.utils.get_total_norm(same)) for same in by_mesh([p.grad for p in clipped if p.grad is not None])]
     if not norms:
         return
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     scale = torch.clamp(value / (total + 1e-6), max=1.0)
     with torch.no_grad():
-        for parameter in given:
+        for parameter in clipped:
             assert parameter.grad is not None
             local(parameter.grad).mul_(scale)
 
 
 def clip_value(parameters: Iterable[torch.Tensor], value: float) -> None:
-    """Clip gradients element by element; each rank its own part."""
+    """Clip gradients elementwise; each rank clips its own part."""
     for parameter in parameters:
         if parameter.grad is not None:
             local(parameter.grad).clamp_(-value, value)

@@ -1,4 +1,4 @@
-"""Groups of neighboring ranks that work on one batch: their mesh, what must be equal in them, averages over them."""
+"""Groups of neighboring ranks that compute one batch together: their mesh, gradient averages, consistency checks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def mesh_of(world: World, size: int, option: str) -> DeviceMesh:
-    """Return the ranks in groups of `size` neighbors: dimension "group" within one, "data" across them.
+    """Return a mesh of groups of `size` neighboring ranks: dimension "group" within a group, "data" across groups.
 
     Args:
         world: The ranks.
-        size: Ranks of a group.
-        option: What says so, for the message.
+        size: Number of ranks in a group.
+        option: Name of the option that sets the size, for the error message.
 
     Raises:
-        HastenError: The ranks do not come out even.
+        HastenError: `size` does not divide the number of ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -39,34 +39,34 @@ def mesh_of(world: World, size: int, option: str) -> DeviceMesh:
 
 
 def average_all(parameters: Iterable[torch.Tensor], shares: World, group: Any) -> None:
-    """Average the gradients of parameters over the groups of ranks, in place; a collective.
+    """Average gradients over the ranks that hold the same parameters, in place; a collective.
 
     Args:
-        parameters: In the same order on all ranks of `group`; some may have no gradient on some of them.
-        shares: From `World.in_groups`.
-        group: The ranks that hold the same parameters.
+        parameters: Parameters, in the same order on all ranks of `group`; a rank may lack some of the gradients.
+        shares: World of the groups, from `World.in_groups`.
+        group: Process group of the ranks that hold the same parameters.
     """
     import torch.distributed as dist
 
-    given = list(parameters)
-    missing = [at for at, one in enumerate(given) if one.grad is None]
-    have = torch.tensor([int(one.grad is not None) for one in given], device=shares.device)
+    listed = list(parameters)
+    missing = [at for at, parameter in enumerate(listed) if parameter.grad is None]
+    have = torch.tensor([int(parameter.grad is not None) for parameter in listed], device=shares.device)
     dist.all_reduce(have, dist.ReduceOp.MAX, group=group)
     for at in missing:
-        given[at].grad = torch.zeros_like(given[at])
-    average([local(one.grad) for one in given if one.grad is not None], shares, group)
-    somewhere = have.tolist() if missing else []  # only then the device is waited for
+        listed[at].grad = torch.zeros_like(listed[at])
+    average([local(parameter.grad) for parameter in listed if parameter.grad is not None], shares, group)
+    somewhere = have.tolist() if missing else []  # reading it waits for the device: only if needed
     for at in missing:
         if not somewhere[at]:
-            given[at].grad = None  # zeros would be stepped: by momentum, and by weight decay
+            listed[at].grad = None  # with a gradient of zeros, momentum and weight decay would change it
 
 
 class SameBatch:
-    """Compares the batches of a group, in steps 1, 2, 4, 8, ... of a training.
+    """Checks that the ranks of a group have the same batch, in steps 1, 2, 4, 8, ... of a training.
 
     Args:
-        group: The ranks that work on one batch.
-        world: All of them.
+        group: Process group of the ranks that compute one batch together.
+        world: All ranks.
     """
 
     def __init__(self, group: Any, world: World) -> None:
@@ -74,21 +74,21 @@ class SameBatch:
         self._steps = Doubling()
 
     def due(self) -> bool:
-        """Count a step, and return whether it is one that is looked at."""
+        """Count a step. Return whether to check it."""
         return next(self._steps)
 
     def batch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Raise where the ranks of the group have other batches.
+        """Check that all ranks of the group have the same batch.
 
         Raises:
-            HastenError: On all ranks of the group.
+            HastenError: The batches differ; raised on all ranks of the group.
         """
-        found = 0
+        checksum = 0
         for tensor in tensors:
             if tensor.layout is torch.strided:
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
-                found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), found)
-        if len(set(self.gathered([float(found)])[:, 0].tolist())) > 1:
+                checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
+        if len(set(self.gathered([float(checksum)])[:, 0].tolist())) > 1:
             raise HastenError(
                 f"The {self._size} processes that share one model have other batches, so what they compute together is"
                 " of no batch at all.",
@@ -97,7 +97,7 @@ class SameBatch:
             )
 
     def gathered(self, values: list[float]) -> torch.Tensor:
-        """Return the values of all ranks of the group: (ranks, values)."""
+        """Return the values of all ranks of the group, shape (ranks, values), on the CPU."""
         import torch.distributed as dist
 
         sent = torch.tensor(values, dtype=torch.float64).to(self._world.device)
@@ -107,7 +107,7 @@ class SameBatch:
 
 
 class Doubling(Iterator[bool]):
-    """True at its 1st, 2nd, 4th, 8th, ... value."""
+    """Iterator that yields True at its 1st, 2nd, 4th, 8th, ... value, otherwise False."""
 
     def __init__(self) -> None:
         self._count, self._due = 0, 1

@@ -1,4 +1,9 @@
-"""Changes in place of tensors that ranks have in parts: those that torch cannot make, or would lose."""
+"""Detect in-place changes of sharded tensors (DTensor) by an optimizer that torch refuses, or silently loses.
+
+Optimizers such as Adafactor change a partial sum over ranks in place (the square of a norm). torch 2.13 raises, and
+`explained` says what to do. torch 2.9 changes a copy and loses the change, so there `FirstStep` watches each
+optimizer's first step for such an operation.
+"""
 
 from __future__ import annotations
 
@@ -14,65 +19,71 @@ from hasten.errors import HastenError
 from hasten.parallel.sharded import is_sharded
 
 LOSES_CHANGES = torch.__version__ < "2.13"  # compared as versions
-"""Whether this torch may lose a change without a word: 2.9 does, 2.13 raises, those between were not tried."""
+"""Whether this torch may silently lose a change: 2.9 does, 2.13 raises, versions between are untested."""
 
 _ADDS = {"add_", "sub_", "neg_", "zero_", "copy_"}
-"""What ranks may do to their summands of a tensor, each by itself."""
+"""In-place operations that are right when each rank applies them to its own summand of a partial sum."""
 
 _REFUSED = re.compile(
     r"in-place operations that require placement changes"
-    r"|Sharding propagation failed for Op\(op=aten\.\w+_\."  # torch 2.9, as the next
+    r"|Sharding propagation failed for Op\(op=aten\.\w+_\."  # this one and the next: torch 2.9
     r"|found no DeviceMesh from dtensor args for aten\.\w+_\."
 )
 
 
 def explained(error: BaseException) -> HastenError | None:
-    """Return what to do where torch has refused an optimizer's change in place; None for other errors."""
+    """Return an error that says what to do if torch refused an optimizer's in-place change; None for other errors."""
     text = str(error)
     return _refusal(text[:120]) if _REFUSED.search(text) and _is_by_optimizer(error) else None
 
 
 def _is_by_optimizer(error: BaseException) -> bool:
-    """Whether an optimizer's step raised it, not the model's forward or backward in a closure that the step called."""
+    """Return whether an optimizer's step raised an error, as opposed to a forward or backward inside its closure.
+
+    The innermost frame whose `self` is an optimizer, a module or a tensor decides.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     callers = (frame.f_locals.get("self") for frame in reversed(frames))
     known = (torch.optim.Optimizer, torch.nn.Module, torch.Tensor)
-    return isinstance(next((one for one in callers if isinstance(one, known)), None), torch.optim.Optimizer)
+    return isinstance(next((caller for caller in callers if isinstance(caller, known)), None), torch.optim.Optimizer)
 
 
-def _refusal(what: str) -> HastenError:
+def _refusal(detail: str) -> HastenError:
+    """Return the error for an in-place change that torch cannot make; `detail` is torch's message or the operation."""
     return HastenError(
         "The optimizer makes a change to a tensor that ranks have in parts (DTensor), which torch cannot do in place:"
-        f" {what}",
+        f" {detail}",
         'Adafactor and Rprop do: use AdamW, SGD, or another that steps each element by itself, or strategy="ddp".',
     )
 
 
 class Watch(TorchDispatchMode):
-    """Raises where a tensor that is a sum over ranks is changed in place, as the square of a norm.
+    """Dispatch mode that raises when a partial sum over ranks, such as the square of a norm, is changed in place.
 
-    torch 2.9 changes a copy and leaves the tensor as it was, without a word: Adafactor trained with other statistics.
+    torch 2.9 changes a copy and silently leaves the tensor unchanged: Adafactor trained with wrong statistics.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and args and func.overloadpacket.__name__ not in _ADDS:
             changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
-            if any(is_sharded(one) and any(at.is_partial() for at in one.placements) for one in changed):
+            if any(is_sharded(tensor) and any(at.is_partial() for at in tensor.placements) for tensor in changed):
                 raise _refusal(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class FirstStep:
-    """Watches an optimizer's first step, but for its closure: that is the training's own, and may be compiled there.
+    """Watches an optimizer's first step for changes that torch would lose, but not the closure that it calls.
 
-    A step that is itself compiled is not watched: torch.compile would give it up for good.
+    The closure is the training's own forward and backward, and may be compiled in that call. A step that is compiled
+    itself is not watched: torch.compile would never compile it then.
 
     Args:
-        optimizer: Its `step` is another until `remove`.
+        optimizer: Optimizer whose `step` is replaced until `remove`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._before = optimizer, vars(optimizer).get("step")  # a scheduler's counter, or nothing
+        # `_before`: a scheduler's wrapper that counts steps, or None.
+        self._optimizer, self._before = optimizer, vars(optimizer).get("step")
         step, self._is_over = optimizer.step, hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
         @functools.wraps(step)
@@ -80,9 +91,9 @@ class FirstStep:
             if self._is_over:
                 return step(*args, **kwargs)
             watch = Watch()  # type: ignore[no-untyped-call]
-            args = tuple(_unwatched(one, watch) for one in args)
+            args = tuple(_unwatched(argument, watch) for argument in args)
             with watch:
-                done = step(*args, **{name: _unwatched(one, watch) for name, one in kwargs.items()})
+                done = step(*args, **{name: _unwatched(argument, watch) for name, argument in kwargs.items()})
             self._is_over = True
             return done
 
@@ -90,7 +101,7 @@ class FirstStep:
         vars(optimizer)["step"] = watched
 
     def remove(self) -> None:
-        """Put the optimizer's own step back, unless somebody has wrapped it again."""
+        """Restore the optimizer's own step, unless it has been wrapped again since."""
         if vars(self._optimizer).get("step") is self._watched:
             del vars(self._optimizer)["step"]
             if self._before is not None:
@@ -98,12 +109,13 @@ class FirstStep:
 
 
 def _unwatched(argument: Any, watch: Watch) -> Any:
+    """Return an argument of `step`; a closure is wrapped so that it runs outside the watch."""
     if not callable(argument):
         return argument
 
     @functools.wraps(argument)
     def closure(*args: Any, **kwargs: Any) -> Any:
-        # Left, not set aside: torch 2.9's compiler counts the modes that were entered.
+        # Exit the mode, not just disable it: torch 2.9's compiler goes by the number of modes that are entered.
         watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return argument(*args, **kwargs)

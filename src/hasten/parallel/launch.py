@@ -1,4 +1,9 @@
-"""Starts the other ranks of a training on this machine, watches them, and ends with them."""
+"""Start the other ranks of a training on this machine, watch them, and end together with them.
+
+Without a launcher, the process that calls `open_world` becomes rank 0 and starts its own command again for each further
+rank. A thread waits for each of them. If a rank ends too early, rank 0 finds out which one caused it
+(`rank_failures.verdict`), raises that error in its main thread through a signal handler, and ends all ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +37,12 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _FOLLOW = str(Path(__file__).with_name("follow.py"))
-_KEPT_BYTES = 16384
-_UNHEARD_SECONDS = 15.0
-_ENDING_SECONDS = 60.0
-_LEAVING_SECONDS = 5.0
+_KEPT_BYTES = 16384  # of each rank's stderr, for the error message
+_UNHEARD_SECONDS = 15.0  # after which this process exits, if its main thread has not raised a rank's failure by then
+_ENDING_SECONDS = 60.0  # between two messages while rank 0 waits for the others at its exit
+_LEAVING_SECONDS = 5.0  # for the others to end by themselves, when rank 0 ends by SystemExit or Ctrl-C
 _ranks: Ranks | None = None
-_ending = False
+_ending = False  # whether all ranks have agreed to stop
 
 
 def open_world(
@@ -48,18 +53,19 @@ def open_world(
     timeout: timedelta | float | None = None,
     join_timeout: float = 1800.0,
 ) -> World:
-    """The world that a training with these flags runs in, its other processes started if nobody has.
+    """Return the world that a training with these flags runs in; start its other processes if no launcher did.
 
-    In a process that torchrun, srun or hasten has started, its place there counts. Else, for several devices, this
-    process becomes rank 0 and runs its own command again for each further rank. A second call gives the same world.
+    In a process that torchrun, srun or hasten started, the world is the launcher's. Otherwise, for several devices,
+    this process becomes rank 0 and runs its own command again for each further rank. A second call returns the same
+    world.
 
     Args:
         accelerator: "auto", "cpu", "gpu" or "cuda".
-        devices: How many, or which (see `choose_devices`); one process each.
-        num_nodes: How many machines; more than one needs a launcher.
-        strategy: "auto" or "ddp"; those that run a function in other processes are `spawn`'s.
+        devices: Number of devices, or which ones (see `choose_devices`); one process each.
+        num_nodes: Number of machines; more than one needs a launcher.
+        strategy: "auto" or "ddp"; for strategies that run a function in other processes, use `spawn`.
         timeout: Seconds that a rank waits for the others in a collective; None: torch's default.
-        join_timeout: Seconds that it waits for them to come at first: they run the script up to here.
+        join_timeout: Seconds that a rank waits for the others to join: they run the script up to this call first.
 
     Raises:
         HastenError: The flags contradict the launcher, or there is no command to run again.
@@ -80,14 +86,14 @@ def open_world(
     elif _stays_alone(place, chosen):
         return World(rank=place.rank, local_rank=place.local_rank, device=chosen[0], launcher="hasten")
     elif place.size > 1:
-        chosen = _fits(place, chosen, devices, num_nodes)
+        chosen = _devices_of(place, chosen, devices, num_nodes)
     local_rank = place.local_rank if place else 0
     backend = "nccl" if chosen[0].type == "cuda" else "gloo"
     return World.from_environment(backend, chosen[local_rank % len(chosen)], timeout, join_timeout)
 
 
 def size_of(accelerator: str, devices: Devices, num_nodes: int) -> tuple[int, int]:
-    """Return how many processes, on how many machines, `open_world` with these flags will bring together."""
+    """Return the number of processes, and of machines, that `open_world` will use with these flags."""
     place, chosen = find_place(), choose_devices(accelerator, devices)
     if place is None:
         return len(chosen) * num_nodes, num_nodes
@@ -95,18 +101,25 @@ def size_of(accelerator: str, devices: Devices, num_nodes: int) -> tuple[int, in
 
 
 def _stays_alone(place: Place, chosen: list[torch.device]) -> bool:
-    """Whether this is a second Trainer(devices=1) in a script of several ranks, to test exactly: rank 0 writes."""
+    """Return whether a script of several ranks asks for one device: a second Trainer(devices=1), to test exactly.
+
+    Each rank then works alone, but keeps its rank number, so that only rank 0 writes.
+    """
     return len(chosen) == 1 and place.launcher == "hasten" and place.size > 1
 
 
-def _fits(place: Place, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:
-    """The devices of this machine, if the flags say what the launcher did."""
+def _devices_of(place: Place, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:
+    """Return the devices of this machine's ranks, by local rank.
+
+    Raises:
+        HastenError: The flags contradict what the launcher started.
+    """
     if num_nodes not in (1, place.num_nodes):
         raise HastenError(
             f"num_nodes={num_nodes}, but {place.launcher} started this training on {place.num_nodes}.",
             f"Use num_nodes={place.num_nodes}.",
         )
-    # srun --gpus-per-task shows each process one GPU, its own.
+    # On a CPU the number of devices means nothing. With `srun --gpus-per-task` each process sees one GPU, its own.
     alone = chosen[0].type == "cpu" or len(chosen) == 1
     if devices in ("auto", -1, "-1") and (alone or len(chosen) >= place.local_size):
         return chosen[: place.local_size]
@@ -120,7 +133,7 @@ def _fits(place: Place, chosen: list[torch.device], devices: Devices, num_nodes:
 
 
 def start_ranks(size: int) -> Ranks:
-    """Make this process rank 0 of `size` and run its own command again as the others."""
+    """Make this process rank 0 of `size`, and run its own command again for each other rank."""
     global _ranks
     if threading.current_thread() is not threading.main_thread():
         raise HastenError(
@@ -143,9 +156,9 @@ def start_ranks(size: int) -> Ranks:
 
 @contextmanager
 def guard(of: World) -> Iterator[None]:
-    """Around a training: if another rank ends, this one's error names it; if this one does, the others end.
+    """Return a context for a training: if one rank fails, all ranks end, with an error that names the failed rank.
 
-    A SystemExit after `ending()` passes: the ranks part as at a training's good end.
+    A SystemExit after `ending()` passes through: the ranks then end as after a successful training.
     """
     try:
         yield
@@ -160,9 +173,9 @@ def guard(of: World) -> Iterator[None]:
 
 
 def ending() -> None:
-    """All ranks have agreed to stop: from now on a rank that exits, with whatever code, is no surprise.
+    """Declare that all ranks have agreed to stop: from now on a rank's exit, with any code, is not an error.
 
-    Every rank calls this, before it raises SystemExit.
+    Every rank must call this before it raises SystemExit.
     """
     global _ending
     _ending = True
@@ -171,13 +184,13 @@ def ending() -> None:
 
 
 def forward(number: int) -> None:
-    """Hand a signal on to the other ranks, which do not get those of the terminal."""
+    """Send a signal to the other ranks, which run in process groups of their own and get none from the terminal."""
     if _ranks is not None and _ranks.is_mine():
         _ranks.forward(number)
 
 
 class ScriptChild:
-    """A rank that runs this process's own command. Its stderr goes on to ours; its end is kept."""
+    """A rank that runs this process's own command. Its stderr is copied to ours, and the last part of it is stored."""
 
     def __init__(self, rank: int, command: list[str], folder: Path, env: dict[str, str]) -> None:
         self.rank = rank
@@ -189,59 +202,61 @@ class ScriptChild:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             bufsize=0,
-            process_group=0,  # Ctrl-C reaches rank 0, which hands it on, once
+            process_group=0,  # Ctrl-C reaches rank 0 only, which forwards it once
         )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, name=f"hasten-rank-{rank}-stderr", daemon=True)
         self._reader.start()
 
     def code(self) -> int | None:
-        """Its exit code, -N after signal N, None while it runs."""
+        """Return its exit code: -N after signal N, None while it runs."""
         return self._process.poll()
 
     def wait(self) -> None:
-        """Until it has ended and said its last words."""
+        """Wait until it has ended and its stderr is read."""
         self._process.wait()
-        self._reader.join(1.0)  # a worker that outlives it may hold the pipe
+        self._reader.join(1.0)  # with a limit: a DataLoader worker that outlives the rank may hold the pipe
 
     def last_words(self) -> str:
-        """Return what it wrote to stderr last."""
+        """Return the last part of its stderr."""
         if self.code() is not None:
             self._reader.join(1.0)
         return self._tail.decode(errors="replace")
 
     def _read(self) -> None:
+        """Copy its stderr to ours until it closes, and store the last part. Runs in a thread."""
         assert self._process.stderr is not None
         while chunk := self._process.stderr.read(65536):
             self._tail = (self._tail + chunk)[-_KEPT_BYTES:]
             try:
                 os.write(2, chunk)
-            except OSError:  # our own stderr is closed: what is kept still tells why a rank ended
+            except OSError:  # our own stderr is closed: keep reading, for the error message
                 continue
 
 
 class Ranks:
-    """The ranks this process has started: a thread waits for each, and says so when one ends too early."""
+    """The ranks that this process started. A thread waits for each; if one ends too early, all are ended."""
 
     def __init__(self, children: list[ScriptChild], size: int, store: TCPStore) -> None:
         self.children = children
         self.size = size
-        self.store = store  # lives as long as this process
+        self.store = store  # held here so that it is served until this process ends
         self.expected = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: HastenError | None = None
-        self._heard = threading.Event()
+        self._heard = threading.Event()  # set once the main thread knows of the failure, or ends
         self._before: dict[int, Any] = {}
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:  # as under nohup
+            # Leave signals ignored that the process was started to ignore, as under nohup.
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
                 self._before[number] = signal.signal(number, self._on_signal)
         for child in children:
             threading.Thread(target=self._watch, args=(child,), name=f"hasten-rank-{child.rank}", daemon=True).start()
         atexit.register(self._at_exit)
 
     def is_mine(self) -> bool:
-        """Whether this is the process that started them, and not a fork of it."""
+        """Return whether this process started them, and is not a fork of the one that did."""
         return os.getpid() == self._pid
 
     def forward(self, number: int) -> None:
@@ -251,11 +266,15 @@ class Ranks:
                 rank_failures.send(child, number)
 
     def explain(self, error: BaseException) -> None:
-        """This rank ends with `error`: end the others; raises the error that names a culprit if it was another."""
+        """End the other ranks, because this rank ends with `error`.
+
+        Raises:
+            HastenError: `error` is the consequence of another rank's failure; names that rank.
+        """
         self._heard.set()
         if isinstance(error, SystemExit | KeyboardInterrupt):
             self.expected = True
-            self._wait(_LEAVING_SECONDS)  # they may be leaving too
+            self._wait(_LEAVING_SECONDS)  # the others may be exiting, too
             rank_failures.end_all(self.children)
         elif isinstance(error, HastenError) and error is self._failure:
             rank_failures.end_all(self.children)
@@ -269,7 +288,7 @@ class Ranks:
             rank_failures.end_all(self.children)
 
     def _conclude(self) -> HastenError | None:
-        """Find out who is to blame, once, whoever asks first."""
+        """Return the error that names the failed rank; None if no rank is to blame. Decided at the first call."""
         with self._lock:
             if self._failure is None and not self.expected:
                 rank_failures.settle(self.children)
@@ -278,20 +297,22 @@ class Ranks:
             return self._failure
 
     def _watch(self, child: ScriptChild) -> None:
+        """Wait for a rank; if it ends too early, raise that in the main thread and end all ranks. Runs in a thread."""
         child.wait()
         if self.expected or _ending or (child.code() == 0 and world.has_joined()):
             return
         failure = self._conclude()
         if failure is None or self._heard.is_set():
             return
-        # A signal wakes the main thread out of whatever Python it is in; _on_signal raises there.
+        # A signal interrupts the main thread in any Python code; `_on_signal` raises the failure there.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
         rank_failures.end_all(self.children)
-        if not self._heard.wait(_UNHEARD_SECONDS):  # inside of native code, waiting for a rank that is gone
+        if not self._heard.wait(_UNHEARD_SECONDS):  # stuck in native code, in a collective with a rank that is gone
             messages.tell(f"hasten: {failure}")
             os._exit(1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal to the ranks, or raise the failure that `_watch` found; then call the handler before."""
         before: Callable[[int, FrameType | None], Any] | int | None = self._before[number]
         if self.is_mine():
             if number == signal.SIGCHLD:
@@ -302,12 +323,14 @@ class Ranks:
                 self.forward(number)
         if callable(before):
             before(number, frame)
-        # A handler set since, which calls this one in turn, has decided what the signal means.
+        # Repeat the default action, which ends this process. Not if another handler was installed since and calls this
+        # one: then that handler decides what the signal does.
         elif before == signal.SIG_DFL and number != signal.SIGCHLD and signal.getsignal(number) == self._on_signal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _wait(self, seconds: float) -> bool:
+        """Wait until all other ranks have ended. Return False if the time is over first."""
         end = time.monotonic() + seconds
         while any(child.code() is None for child in self.children):
             if time.monotonic() > end:
@@ -316,7 +339,7 @@ class Ranks:
         return True
 
     def _at_exit(self) -> None:
-        """Wait for the others to come to their end, as a launcher does."""
+        """Wait for the other ranks to end, as a launcher does, and report those that failed."""
         if not self.is_mine():
             return
         failed = world.has_failed()
@@ -333,7 +356,7 @@ class Ranks:
 
 
 def is_lost_partner(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says only that another rank has gone or does not answer."""
+    """Return whether an error, or one in its chain, only means that another rank is gone or does not answer."""
     import torch.distributed as dist
 
     seen: BaseException | None = error

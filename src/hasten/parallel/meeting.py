@@ -1,4 +1,9 @@
-"""Where the ranks of a carried script meet: each says what it is about to do, before they do it together."""
+"""Check that all ranks are about to do the same thing, before each collective of a script under `hasten run`.
+
+A script may make rank-dependent decisions, so that one rank begins a pass while another averages gradients. Their
+collectives would then mix, and hang or corrupt values. So before each, the ranks all-reduce one small message of fixed
+size that says what comes next; a disagreement raises on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,18 @@ import torch
 from hasten.errors import HastenError
 from hasten.parallel.world import World
 
-_MODULUS = 1 << 20  # squares of smaller numbers, added up over thousands of ranks, are exact in float64
+_MODULUS = 1 << 20  # squares of smaller numbers, summed over thousands of ranks, are exact in float64
 
 
 class About(IntEnum):
-    """What the ranks are about to do together."""
+    """Kind of collective that the ranks are about to run."""
 
     PASS = 1  # begin a pass through a loader
-    ORDER = 2  # hear from rank 0 which samples come next
-    MODEL = 3  # take rank 0's weights
+    ORDER = 2  # receive the next samples' order from rank 0
+    MODEL = 3  # take over rank 0's weights
     BACKWARD = 4  # average gradients
-    METRIC = 5  # take rank 0's metric for a schedule
-    END = 6  # end, in good order
+    METRIC = 5  # take over rank 0's metric for a learning-rate schedule
+    END = 6  # end the script successfully
 
 
 _WORDS = {
@@ -36,11 +41,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Met:
-    """What the ranks have told each other.
+    """Result of a meeting.
 
     Attributes:
-        total: The sum of their `share`.
-        same: Whether they all told the same `pattern`.
+        total: Sum of the ranks' `share`.
+        same: Whether all ranks gave the same `pattern`.
     """
 
     total: float
@@ -48,10 +53,10 @@ class Met:
 
 
 class Meeting:
-    """Ranks meet in one small message of fixed size: those that do different things notice, instead of hanging.
+    """Exchanges one small message of fixed size before each collective, so that ranks that disagree raise, not hang.
 
     Args:
-        world: Of more than one rank; all of them make the same calls.
+        world: More than one rank; all of them make the same calls.
     """
 
     def __init__(self, world: World) -> None:
@@ -59,23 +64,27 @@ class Meeting:
         self._met = 0
 
     def meet(self, about: About, *, at: int = 0, share: float = 0.0, pattern: int = 0) -> Met:
-        """Tell the others what comes now, and hear that they are about to do the same.
+        """Compare with the other ranks what this rank is about to do.
 
         Args:
             about: What this rank is about to do.
-            at: How far this rank is, the same number on all.
-            share: A number that is added up over the ranks.
-            pattern: A number that may differ.
+            at: Progress of this rank, which must be equal on all ranks.
+            share: Number to sum over the ranks.
+            pattern: Number to compare; it may differ.
+
+        Returns:
+            The sum of `share`, and whether `pattern` was the same on all ranks.
 
         Raises:
             HastenError: The ranks are about to do different things; raised on all of them.
         """
         self._met += 1
-        whole = [int(about), at % _MODULUS, self._met % _MODULUS, pattern % _MODULUS, pattern // _MODULUS % _MODULUS]
-        sums = [float(number) for number in whole] + [float(number**2) for number in whole] + [share]
-        heard: list[float] = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-        # n numbers are equal if, and only if, n times the sum of their squares is the square of their sum.
-        same = [self.world.size * heard[i + len(whole)] == heard[i] ** 2 for i in range(len(whole))]
+        compared = [int(about), at % _MODULUS, self._met % _MODULUS, pattern % _MODULUS, pattern // _MODULUS % _MODULUS]
+        sums = [float(number) for number in compared] + [float(number**2) for number in compared] + [share]
+        totals: list[float] = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+        # One sum serves as comparison: n numbers are equal if and only if n times the sum of their squares equals the
+        # square of their sum (Cauchy-Schwarz).
+        same = [self.world.size * totals[i + len(compared)] == totals[i] ** 2 for i in range(len(compared))]
         if not all(same[:3]):
             raise HastenError(
                 f"The ranks have parted: rank {self.world.rank} {_WORDS[about]} where another one did something else.",
@@ -83,4 +92,4 @@ class Meeting:
                 "batch, or stopping, by the training loss; decide by what is the same on all ranks.",
                 code=1,
             )
-        return Met(heard[-1], all(same[3:]))
+        return Met(totals[-1], all(same[3:]))

@@ -1,4 +1,10 @@
-"""The loss of a batch computed in equal microbatches, and whether their mean is the batch's loss."""
+"""Compute a batch's loss in equal microbatches, and verify that their mean is the loss of the whole batch.
+
+It is, if the loss is a mean over samples. It is not, for example, for a mean over tokens that are not ignored, when
+microbatches have different numbers of them. Two checks find such losses: the divisors of `F.cross_entropy` and
+`F.nll_loss` are compared between the microbatches of every batch; in some batches the loss and its gradient are also
+computed for the whole batch at once.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +21,8 @@ from hasten.errors import HastenError
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
-_APART = 1e-3  # relative difference of losses, or gradients, that is no rounding
-_APART_16 = 3e-2
+_APART = 1e-3  # relative difference of losses, or gradients, that is more than float32 rounding
+_APART_16 = 3e-2  # the same for 16-bit types
 _DIVIDE = (F.cross_entropy, F.nll_loss)
 _FIX = 'Use reduction="mean" without weights or an ignore_index that parts have unequally many of; or microbatches=1.'
 _WHY = (
@@ -28,29 +34,30 @@ _WHY = (
 
 
 class Verdict(NamedTuple):
-    """A problem of a loss, as numbers that can be sent: the place of a message, and what stands in it."""
+    """Problem with a loss, as three numbers that can be sent in a tensor: a message's index in `_WHY` and its values.
+
+    All zeros if there is none.
+    """
 
     why: float = 0.0
     one: float = 0.0
     other: float = 0.0
 
     def check(self) -> None:
-        """Raise where something is wrong.
+        """Raise the problem, if there is one.
 
         Raises:
-            HastenError: The loss is no mean over samples.
+            HastenError: The loss is not a mean over samples.
         """
         if self.why:
             raise HastenError(_WHY[int(self.why)].format(self.one, self.other), _FIX)
 
 
 class MicrobatchLoss:
-    """Computes the loss of parts, each with its share of the gradient.
-
-    What cross entropies divide by is compared in each batch, the whole batch's loss and its gradient where asked for.
+    """Computes the loss of microbatches ("parts"), each scaled to its share of the batch's gradient, and checks them.
 
     Args:
-        loss: `(output, target)` -> the mean over their samples.
+        loss: `(output, target)` -> mean over their samples.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -58,23 +65,24 @@ class MicrobatchLoss:
         self._share = 1.0
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
         self._parts: list[_Divisors] = []
-        self._of_batch: bool | None = None  # whether as many cross entropies are computed for a batch as for a part
+        # Whether the loss calls cross entropy as often for a whole batch as for a part; None: not checked yet.
+        self._of_batch: bool | None = None
         self._narrow = False
 
     def begin(self, share: float, looks: bool) -> None:
-        """A batch begins.
+        """Begin a batch.
 
         Args:
-            share: Of a part's loss in the gradient.
-            looks: Whether to compare the parts with the whole: also in the first batch that has several.
+            share: Factor on each part's loss.
+            looks: Whether to compare the parts with the whole batch. Needed in the first batch with several parts.
         """
         self._share, self._kept, self._parts = share, [] if looks else None, []
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
-        """Return a part's loss, times its share.
+        """Return a part's loss times its share.
 
         Raises:
-            HastenError: It is not one number.
+            HastenError: The loss is not a single number.
         """
         with _Divisors() as divisors:
             loss: Any = self._loss(output, target)
@@ -88,14 +96,15 @@ class MicrobatchLoss:
         return loss * self._share
 
     def verdict(self, mean: float) -> Verdict:
-        """Return what is wrong with the batch that is over.
+        """Return the problem of the batch that has ended.
 
         Args:
-            mean: Of the parts' losses.
+            mean: Mean of the parts' losses.
         """
         kept, self._kept = self._kept, None
-        if kept and (found := self._compared(kept, mean)).why:
-            return found
+        if kept and (compared := self._compared(kept, mean)).why:
+            return compared
+        # Otherwise the number of cross entropies depends on the samples, and the parts' divisors do not correspond.
         if self._of_batch:
             parts = [[float(one) for one in part.found] for part in self._parts]
             for one, other in ((a, b) for part in parts for a, b in zip(parts[0], part, strict=False)):
@@ -104,38 +113,39 @@ class MicrobatchLoss:
         return Verdict()
 
     def _compared(self, kept: list[tuple[torch.Tensor, Any]], mean: float) -> Verdict:
+        """Compare the parts' loss and gradient with those of the whole batch, computed once more here."""
         outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
         with _Divisors() as divisors:
             loss, whole = self._differentiated(outputs, targets)
         self._of_batch = len(divisors.found) == len(self._parts[0].found)
-        # Rounding of a loss in 16 bits is that of its value; gradients in 16 bits may come of one in 32.
-        apart = _APART_16 if self._narrow else _APART
-        if math.isfinite(loss) and abs(mean - loss) > apart * max(abs(mean), abs(loss)):
+        # The tolerance follows the dtype of what is compared: a float32 loss may have 16-bit gradients.
+        tolerance = _APART_16 if self._narrow else _APART
+        if math.isfinite(loss) and abs(mean - loss) > tolerance * max(abs(mean), abs(loss)):
             return Verdict(1, loss, mean)
         if whole is None:
             return Verdict()
-        # Before anything is learnt all samples may cost the same: then gradients alone tell.
+        # Equal losses prove nothing yet: in an untrained model all samples may have the same loss. Gradients differ.
         gradients = [self._differentiated(*part)[1] for part in kept]
         parted = torch.cat([one for one in gradients if one is not None]) / len(kept)
         largest = max(float(whole.norm()), float(parted.norm()))
-        apart = _APART_16 if self._narrow or outputs.dtype.itemsize < 4 else _APART
-        if math.isfinite(largest) and (off := float((whole - parted).norm())) > apart * largest + 1e-12:
+        tolerance = _APART_16 if self._narrow or outputs.dtype.itemsize < 4 else _APART
+        if math.isfinite(largest) and (off := float((whole - parted).norm())) > tolerance * largest + 1e-12:
             return Verdict(2, 100 * off / largest)
         return Verdict()
 
     def _differentiated(self, output: torch.Tensor, target: Any) -> tuple[float, torch.Tensor | None]:
-        """Return the loss and its gradient in the output; None where it has none."""
+        """Return the loss, and its gradient with respect to the output; None if it has none."""
         with torch.enable_grad():
-            given = output.detach().requires_grad_(output.is_floating_point())
-            loss = self._loss(given, target)
-            if not (given.requires_grad and loss.requires_grad):
+            leaf = output.detach().requires_grad_(output.is_floating_point())
+            loss = self._loss(leaf, target)
+            if not (leaf.requires_grad and loss.requires_grad):
                 return float(loss), None
-            gradient: Any = torch.autograd.grad(loss, given, allow_unused=True)[0]
+            gradient: Any = torch.autograd.grad(loss, leaf, allow_unused=True)[0]
         return float(loss.detach()), None if gradient is None else gradient.float()
 
 
 class _Divisors(TorchFunctionMode):
-    """Keeps what F.cross_entropy and F.nll_loss divide by while it is entered: the two whose mean is over weights."""
+    """Mode that records the divisors of F.cross_entropy and F.nll_loss, whose mean is over weights, not samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +153,12 @@ class _Divisors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIVIDE:
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            options = given.arguments
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            options = bound.arguments
             target, weight, means = options["target"], options["weight"], options["reduction"] == "mean"
             if means and options["size_average"] is not False and options["reduce"] is not False:
-                if target.is_floating_point():  # probabilities: torch divides by samples
+                if target.is_floating_point():  # class probabilities: torch divides by the number of samples
                     self.found.append(torch.ones(()))
                 else:
                     counts = target != options["ignore_index"]

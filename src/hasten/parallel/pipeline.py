@@ -1,4 +1,9 @@
-"""Layers in stages, one a rank: torch's pipeline schedules over an `nn.Sequential`, which is split in place."""
+"""Split an `nn.Sequential` into stages, one per rank, in place, and run batches by torch's pipeline schedules.
+
+A stage's rank keeps the parameters of its layers; all other layers are moved to "meta" and have no memory. A batch goes
+through the stages in equal microbatches ("parts"), so that stages compute at the same time. Only the last stage
+computes the loss; it sends the value, and the verdict on it, to all ranks of the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +23,24 @@ from hasten.parallel.microbatch_loss import Loss, MicrobatchLoss, Verdict
 from hasten.parallel.world import World
 
 _SPLIT = "_hasten_stages"
-_SHAPES = 8  # of batches that are remembered: sequences of other lengths come again
+_SHAPES = 8  # batch shapes whose schedules are cached: sequence lengths recur
 
 
 def bounds_of(layers: nn.Sequential, stages: int, points: Sequence[int] | None) -> list[int]:
-    """Return where the stages begin, and the end: `stages + 1` positions of layers.
+    """Return the bounds of the stages: `stages + 1` positions of layers, from 0 to the number of layers.
 
     Args:
-        layers: To be split.
-        stages: How many.
-        points: Positions at which the second and further stages begin; None: so that the stage with most parameters
-            has as few as can be.
+        layers: The layers to split.
+        stages: Number of stages.
+        points: Positions at which the second and further stages begin; None: chosen so that the stage with the most
+            parameters has as few as possible.
 
     Raises:
-        HastenError: The points do not split these layers into so many stages.
+        HastenError: The points, or the number of layers, do not allow that many stages.
     """
     if points is not None:
         bounds = [0, *points, len(layers)]
-        if len(points) != stages - 1 or any(one >= other for one, other in itertools.pairwise(bounds)):
+        if len(points) != stages - 1 or any(begin >= end for begin, end in itertools.pairwise(bounds)):
             raise HastenError(
                 f"PipelineStrategy(split_points={list(points)}) does not split {len(layers)} layers into {stages}"
                 " stages.",
@@ -47,11 +52,11 @@ def bounds_of(layers: nn.Sequential, stages: int, points: Sequence[int] | None) 
             f"{len(layers)} layers cannot be split into {stages} stages.", "Use fewer processes in a pipeline."
         )
     weights = [sum(parameter.numel() for parameter in layer.parameters()) + 1 for layer in layers]
-    return _evened(weights, stages)
+    return _even_bounds(weights, stages)
 
 
-def _evened(weights: list[int], stages: int) -> list[int]:
-    """Cut a row into so many pieces that the heaviest is as light as can be; each has at least one."""
+def _even_bounds(weights: list[int], stages: int) -> list[int]:
+    """Return the bounds that cut a list into `stages` nonempty runs whose largest sum is minimal (dynamic program)."""
     total = [0, *itertools.accumulate(weights)]
     best: list[tuple[int, list[int]]] = [(total[end], [0, end]) for end in range(len(weights) + 1)]
     for stage in range(2, stages + 1):
@@ -66,12 +71,12 @@ def _evened(weights: list[int], stages: int) -> list[int]:
 
 
 def refuse(module: nn.Module, layers: nn.Sequential, bounds: list[int]) -> None:
-    """Raise for what stages would not train as one process does.
+    """Raise a HastenError for a model that stages would train differently from one process.
 
     Args:
-        module: The whole.
+        module: The whole model.
         layers: The part of it that is split.
-        bounds: From `bounds_of`.
+        bounds: Bounds of the stages, from `bounds_of`.
     """
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
@@ -82,7 +87,7 @@ def refuse(module: nn.Module, layers: nn.Sequential, bounds: list[int]) -> None:
         )
     owner: dict[int, int] = {}
     for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        for layer in list(layers)[begin:end]:  # not children(), which leaves a second place of one layer out
+        for layer in list(layers)[begin:end]:  # not children(), which skips a layer's second occurrence
             for name, parameter in layer.named_parameters():
                 if owner.setdefault(id(parameter), stage) != stage:
                     raise HastenError(
@@ -99,13 +104,13 @@ def refuse(module: nn.Module, layers: nn.Sequential, bounds: list[int]) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in its pipeline.
+    """This rank's place in its pipeline.
 
     Attributes:
-        group: The ranks of the pipeline, in the order of their stages.
-        stage: This rank's.
-        stages: How many.
-        device: This rank's.
+        group: Process group of the pipeline's ranks, in the order of their stages.
+        stage: This rank's stage.
+        stages: Number of stages.
+        device: This rank's device.
     """
 
     group: Any
@@ -114,19 +119,19 @@ class Place:
     device: torch.device
 
     def rank(self, stage: int) -> int:
-        """Return the global rank of a stage."""
+        """Return the global rank that computes a stage."""
         import torch.distributed as dist
 
         return dist.get_global_rank(self.group, stage)
 
 
 def split(layers: nn.Sequential, bounds: list[int], world: World, stage: int) -> None:
-    """Give all ranks rank 0's values, and let go of all layers but this stage's: they are left without memory.
+    """Broadcast rank 0's parameters and buffers, then move all layers except this stage's to "meta".
 
-    Layers that are split already stay as they are.
+    Layers that are split already are left alone.
 
     Raises:
-        HastenError: They are split otherwise.
+        HastenError: The layers are already split at other bounds.
     """
     from hasten.parallel.fsdp import as_on_rank_0
 
@@ -146,15 +151,16 @@ def split(layers: nn.Sequential, bounds: list[int], world: World, stage: int) ->
 
 
 class Stage(nn.Sequential):
-    """Layers of one rank, which give what can be sent: contiguous tensors."""
+    """Layers of one rank, whose output can be sent: a contiguous tensor."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
-        # What comes in is a leaf, or one of several parts of a batch: autograd refuses to change either in place.
+        # An input is a leaf, or a view of a batch: autograd lets nobody change either in place, as
+        # nn.ReLU(inplace=True) would.
         self._copies = any(getattr(part, "inplace", False) for part in self.modules())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the layers give."""
+        """Return the layers' output."""
         output: Any = super().forward(inputs.clone() if self._copies else inputs)  # type: ignore[no-untyped-call]
         return output.contiguous() if isinstance(output, torch.Tensor) else output
 
@@ -163,10 +169,10 @@ class Pipeline:
     """Runs batches through the stages.
 
     Args:
-        own: The layers of this rank's stage.
-        place: Where that is.
-        loss: `(output, target)` -> the mean over their samples.
-        microbatches: Parts of a batch, at most.
+        own: Layers of this rank's stage.
+        place: This rank's place in the pipeline.
+        loss: `(output, target)` -> mean over their samples.
+        microbatches: Largest number of parts of a batch.
         schedule: "gpipe" or "1f1b".
     """
 
@@ -178,29 +184,31 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.place.stage == self.place.stages - 1
 
     def step(
         self, inputs: torch.Tensor, target: torch.Tensor, weight: float = 1.0, looks: bool = False
     ) -> torch.Tensor:
-        """Add the gradients of a batch to this stage's parameters; a collective of the pipeline's ranks.
+        """Run forward and backward of a batch, adding to the gradients of this stage; a collective of the pipeline.
 
         Args:
-            inputs: Of the first layer: (samples, ...).
-            target: Of the loss: (samples, ...).
-            weight: Of the batch's loss in the gradient: a part of an accumulation window.
-            looks: Whether to compare the mean of the parts' losses with the whole batch's.
+            inputs: Input of the first layer, (samples, ...).
+            target: Target of the loss, (samples, ...).
+            weight: Factor on the batch's loss: its part of an accumulation window.
+            looks: Whether to compare the mean of the parts' losses with the loss of the whole batch.
 
         Returns:
-            The batch's mean loss, without a graph, on all ranks of the pipeline.
+            The batch's mean loss, detached, on all ranks of the pipeline.
 
         Raises:
-            HastenError: The loss is no mean over samples; on all ranks.
+            HastenError: The loss is not a mean over samples; raised on all ranks.
         """
         parts = parts_of(len(inputs), self._microbatches)
         schedule = self._schedule(inputs, parts)
-        labels = not (target.is_floating_point() or target.is_complex())  # of which some may be ignored, as -100 is
+        # Integer targets may contain labels that the loss ignores, such as -100. Then parts with unequal numbers of
+        # them are the usual mistake, so such batches are always checked.
+        labels = not (target.is_floating_point() or target.is_complex())
         looks = parts > 1 and (looks or not self._looked or (labels and bool((target < 0).any())))
         self._looked |= looks
         self._loss.begin(weight / parts, looks)
@@ -213,31 +221,31 @@ class Pipeline:
         else:
             schedule.step(**options)
         mean = torch.stack([loss.detach().double() for loss in losses]).sum() / weight if losses else None
-        return self._told(mean, looks or labels)  # else nothing is read from the device
+        return self._shared_loss(mean, looks or labels)  # otherwise nothing is read from the device: no synchronization
 
     def _schedule(self, inputs: torch.Tensor, parts: int) -> Any:
-        """Return the schedule for batches of this shape; the first one of a shape runs through the stages once."""
+        """Return the schedule for batches of this shape; for a new shape, run a part through the stages to build it."""
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         precision = torch.is_autocast_enabled(self.place.device.type)
         key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
         if key not in self._schedules:
-            first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # layers may change it in place
+            first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # cloned: layers may change it in place
             place = self.place
-            # Shapes are given: torch would find them by running made-up numbers through layers and loss.
+            # Pass the shapes: otherwise torch infers them by running made-up inputs through the layers and the loss.
             stage = _stage_class()(
                 self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
             )
             loss = self._loss if self.is_last else _elsewhere
-            # A stage of 1F1B must have as many parts as there are stages; both have the same result.
+            # 1F1B needs at least as many parts as stages. GPipe computes the same result.
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
-            if len(self._schedules) == _SHAPES:  # each has buffers of its own
+            if len(self._schedules) == _SHAPES:  # each schedule holds buffers
                 self._schedules.pop(next(iter(self._schedules)))
             self._schedules[key] = _built(kind, stage, parts, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
 
-    def _told(self, mean: torch.Tensor | None, reads: bool) -> torch.Tensor:
-        """Send the last stage's loss, and whether it is a mean over samples if `reads`, to all."""
+    def _shared_loss(self, mean: torch.Tensor | None, reads: bool) -> torch.Tensor:
+        """Broadcast the last stage's loss and return it; raise if `reads` and it is not a mean over samples."""
         import torch.distributed as dist
 
         message = torch.zeros(4, dtype=torch.float64, device=self.place.device)
@@ -253,10 +261,10 @@ class Pipeline:
     # -- without a backward ------------------------------------------------------------------------------
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output of all layers, on all ranks of the pipeline; a collective, without a graph.
+        """Return the output of all layers, on all ranks of the pipeline; a collective, without gradients.
 
         Raises:
-            HastenError: Gradients are on: it was called outside of the schedule.
+            HastenError: Gradients are enabled: it was called outside the schedule.
         """
         import torch.distributed as dist
 
@@ -274,7 +282,7 @@ class Pipeline:
         return whole
 
     def _relayed(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a batch through the stages, one after the other; return this stage's input and output."""
+        """Run a batch through the stages, one after another. Return this stage's input and output."""
         import torch.distributed as dist
 
         place = self.place
@@ -295,9 +303,9 @@ class Pipeline:
         return inputs, output
 
     def _shapes(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tensors without memory, as this stage's input and output for a part are.
+        """Return this stage's input and output for a part, as tensors on "meta".
 
-        In eval mode: counters and statistics stay, nothing is drawn.
+        Runs in eval mode: statistics and counters do not change, and nothing random is drawn.
         """
         modes = [(module, module.training) for module in self.own.modules()]
         self.own.eval()
@@ -314,19 +322,21 @@ class Pipeline:
 
 
 def parts_of(samples: int, most: int) -> int:
-    """Return into how many equal parts a batch is split: the most that divide it, so that their mean is the batch's."""
+    """Return the largest divisor of `samples` up to `most`: parts must be equal for their mean to be the batch's."""
     return next(parts for parts in range(min(most, samples), 0, -1) if not samples % parts)
 
 
 def _elsewhere(output: Any, target: Any) -> torch.Tensor:
+    """Stand in for the loss on other stages than the last: torch's schedules want one, but do not call it there."""
     raise AssertionError("only the last stage computes the loss")
 
 
 @cache
 def _stage_class() -> Any:
-    """Return torch's stage, whose first messages have the type that they are received in.
+    """Return torch's PipelineStage class, with its first messages in the dtype that the receiver expects.
 
-    torch 2.9's (no longer 2.13's) sends an int64 where a float32 is received: gloo ends the process.
+    torch 2.9 (fixed by 2.13) sends an int64 tensor where the receiver has a float32 buffer, and gloo aborts the
+    process.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -341,19 +351,19 @@ def _stage_class() -> Any:
 
 
 def _built(kind: Any, stage: Any, parts: int, **options: Any) -> Any:
-    """Return a schedule for so many parts of a batch."""
+    """Return a schedule for `parts` parts of a batch."""
     try:
         return kind(stage, parts, **options)
     except ValueError:
-        # torch 2.9 (no longer 2.13) refuses fewer parts than stages of GPipe, too. It runs them as it runs others:
-        # the number is read in each step.
+        # torch 2.9 (fixed by 2.13) refuses GPipe with fewer parts than stages, although it can run it. The number is
+        # read in each step only, so it can be set afterwards.
         schedule = kind(stage, stage.num_stages, **options)
         schedule._n_microbatches = parts
         return schedule
 
 
 def _without_outputs(schedule: Any) -> dict[str, bool]:
-    """Let a schedule keep no outputs, where this torch can (2.10)."""
+    """Return the option that keeps a schedule from storing outputs; {} before torch 2.10, which has none."""
     return {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
 
 
@@ -361,27 +371,28 @@ def _without_outputs(schedule: Any) -> dict[str, bool]:
 
 
 def gathered(tensors: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
-    """Return tensors of which each rank has some, and others without memory, all on the first stage; a collective.
+    """Collect tensors that are distributed over the stages on the first stage; a collective.
 
     Args:
-        tensors: The same ones in the same order on all ranks of the pipeline; on "meta" where another rank has it.
-        place: This rank's.
+        tensors: The same list on all ranks of the pipeline; a tensor is on "meta" where another rank holds it.
+        place: This rank's place in the pipeline.
 
     Returns:
-        On the first stage, those of other stages on the CPU; all others as they were given.
+        The list; on the first stage, other stages' tensors are on the CPU. All others are returned unchanged.
     """
     import torch.distributed as dist
 
+    # `stages` stands for "not here", so that the minimum is the first stage that holds the tensor.
     mine = torch.tensor([place.stages if one.is_meta else place.stage for one in tensors], dtype=torch.int64)
     owners = mine.to(place.device, copy=True)
     dist.all_reduce(owners, dist.ReduceOp.MIN, group=place.group)
-    found = []
+    collected = []
     for tensor, own, owner in zip(tensors, mine.tolist(), owners.tolist(), strict=True):
         if place.stage and own == owner < place.stages:
             dist.send(tensor.detach().to(place.device).contiguous(), place.rank(0), group=place.group)
         if place.stage == 0 and own == place.stages > owner:
-            there = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
-            dist.recv(there, place.rank(owner), group=place.group)
-            tensor = there.cpu()
-        found.append(tensor)
-    return found
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
+            dist.recv(received, place.rank(owner), group=place.group)
+            tensor = received.cpu()
+        collected.append(tensor)
+    return collected

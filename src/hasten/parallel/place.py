@@ -1,4 +1,4 @@
-"""Where this process stands among the processes of a training, as its launcher says in the environment. No torch."""
+"""Read this process's place among the ranks of a training from its launcher's environment variables. No torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from hasten.errors import HastenError
 
 LAUNCHED = "HASTEN_LAUNCHED"
-"""Set by hasten's own launchers to the port of the store that their main process serves and all ranks meet in.
+"""Set by hasten's own launchers to the port of the store that their main process serves.
 
-Where MASTER_PORT is another one, it is left over: a rank has started a launcher, and that has set RANK and the rest.
+If MASTER_PORT differs from it, the variable is inherited and outdated: a rank started another launcher, which set RANK,
+MASTER_PORT and the others for its own processes.
 """
 
 
@@ -20,8 +21,9 @@ Where MASTER_PORT is another one, it is left over: a rank has started a launcher
 class Place:
     """One process among those of a training.
 
-    `rank` counts over all machines, `local_rank` on this one; `address` and `port` are where the ranks meet.
-    `launcher` is "hasten", "slurm", or "torchrun" (anything that sets RANK and WORLD_SIZE as torchrun does).
+    `rank` and `size` count over all machines, `local_rank` and `local_size` on this one; the ranks meet at `address`
+    and `port`. `launcher` is "hasten", "slurm", or "torchrun" (anything that sets RANK and WORLD_SIZE as torchrun
+    does).
     """
 
     rank: int
@@ -36,10 +38,10 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """Read this process's place from its environment; None when no launcher started it.
+    """Return this process's place, from its environment; None if no launcher started it.
 
     Args:
-        environ: Read instead of `os.environ`.
+        environ: Environment to read instead of `os.environ`.
 
     Raises:
         HastenError: The variables contradict each other or are not numbers.
@@ -66,8 +68,9 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Place:
+    """Return the place that torchrun's variables describe."""
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    # Launchers that only set what torch itself reads start one process a device on one machine.
+    # Some launchers set only the variables that torch itself reads: assume one machine, with a process per device.
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     local_rank = _number(environ, "LOCAL_RANK", rank % max(local_size, 1))
     return Place(
@@ -84,12 +87,13 @@ def _torchrun(environ: Mapping[str, str]) -> Place:
 
 
 def _started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether a step of several tasks is running: a batch script's own shell has SLURM_PROCID too, but no step."""
+    """Return whether srun started this process, as one of several tasks: a batch script's shell has no step."""
     step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     return step and int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))) > 1
 
 
 def _slurm(environ: Mapping[str, str]) -> Place:
+    """Return the place that SLURM's variables describe."""
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
     size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -104,14 +108,17 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         node_rank=node,
         num_nodes=nodes,
         address=environ.get("MASTER_ADDR") or first_host(listed),
-        # Every task must come to the same port without asking; two steps of one job must not.
+        # Every task must compute the same port without communication, but two steps of one job different ones.
         port=_number(environ, "MASTER_PORT", 15000 + (job * 7 + step) % 15000),
         launcher="slurm",
     )
 
 
 def _tasks_on(node: int, listed: str) -> int:
-    """Return how many tasks a node has of a list as SLURM writes it, `4(x2),1`: nodes 0 and 1 have 4, node 2 has 1."""
+    """Return a node's number of tasks from SLURM's list: `4(x2),1` means that nodes 0 and 1 have 4, node 2 has 1.
+
+    Returns 0 if the node is not in the list.
+    """
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         if node < int(nodes or 1):
             return int(tasks)
@@ -120,12 +127,17 @@ def _tasks_on(node: int, listed: str) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM host list: `gpu[07-09,12],login` gives `gpu07`."""
+    """Return the first name in a SLURM host list: `gpu07` for `gpu[07-09,12],login`."""
     first = re.split(r",(?![^\[]*\])", nodes.strip())[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable's number, or the default if it is not set.
+
+    Raises:
+        HastenError: It is not a number, or not set and without a default.
+    """
     text = environ.get(name)
     if text is None and default is not None:
         return default

@@ -1,4 +1,8 @@
-"""How the ranks that this process started have ended, and which of them failed first."""
+"""Find out how the ranks that this process started have ended, and which of them caused the failure.
+
+When a rank dies, the others fail too, with errors of gloo, NCCL or the store. Such an error is a symptom
+(`is_symptom`); a rank with any other error, or ended by a signal from outside, is guilty.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import psutil
 
 from hasten.errors import HastenError
 
-# What a rank says when it is another one that has gone or does not answer.
+# In an error message, these mean that another rank is gone or does not answer.
 _SYMPTOMS = (
     "gloo/transport", "ProcessGroupNCCL", "ProcessGroupGloo", "ncclRemoteError", "ncclSystemError", "DistBackendError",
     "DistNetworkError", "DistStoreError", "Connection closed by peer", "Connection reset by peer",
@@ -22,27 +26,27 @@ _SYMPTOMS = (
 
 
 class RankProcess(Protocol):
-    """A rank that runs in a process which this one has started."""
+    """A rank in a child process of this one."""
 
     rank: int
     pid: int
 
     def code(self) -> int | None:
-        """Its exit code, -N after signal N, None while it runs."""
+        """Return its exit code: -N after signal N, None while it runs."""
 
     def last_words(self) -> str:
-        """Return the last lines of its stderr, or the error it reported; may be empty."""
+        """Return the end of its stderr, or the error it reported; may be empty."""
 
 
 def is_symptom(text: str) -> bool:
-    """Whether an error says only that another rank has gone or does not answer."""
+    """Return whether an error only means that another rank is gone or does not answer."""
     return any(word in text for word in _SYMPTOMS)
 
 
 def settle(children: Sequence[RankProcess], seconds: float = 5.0) -> None:
-    """Wait until it is plain who is to blame, or every rank has ended, or the time is over.
+    """Wait until a guilty or stopped rank is found, every rank has ended, or the time (seconds) is over.
 
-    The ranks that lost a partner fail as well, sometimes before the one that made them fail is seen to be gone.
+    Ranks that lost a partner fail too, and their end may be noticed before the guilty rank's.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -54,11 +58,14 @@ def settle(children: Sequence[RankProcess], seconds: float = 5.0) -> None:
 
 
 def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
-    """The error that names the rank to blame; None when no rank has ended and none is seen to be stuck.
+    """Return the error that names the rank to blame; None if no rank has ended or is stopped.
+
+    In order: a guilty rank, a stopped one, one that ended early without error, one that does not answer, any that
+    ended.
 
     Args:
-        children: Those that this process has started.
-        size: How many ranks there are.
+        children: The ranks that this process started.
+        size: Number of ranks, including those that it did not start.
     """
     ended = [child for child in children if child.code() is not None]
     alive = [child for child in children if child.code() is None]
@@ -68,7 +75,7 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
         return _error(stopped[0], size, f"is stopped (process {stopped[0].pid}, by SIGSTOP or a debugger)")
     if early := [child for child in ended if child.code() == 0]:
         return _error(early[0], size, "ended (exit code 0) while the others were still training")
-    if ended and alive:  # those that ended had waited in vain for this one
+    if ended and alive:  # all that ended have lost a partner: probably one that still runs but hangs
         return _error(alive[0], size, f"does not answer (process {alive[0].pid})")
     if ended:
         return _error(ended[0], size, how_it_ended(ended[0].code() or 0))
@@ -76,12 +83,12 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
 
 
 def lost_partner(rank: int, size: int, said: str) -> HastenError:
-    """The error of a rank that was started by another launcher, which sees no other rank's end, and lost one.
+    """Return the error for a rank that lost a partner under another launcher, and so cannot see how the others ended.
 
     Args:
-        rank: This one.
-        size: How many there are.
-        said: What torch said of it.
+        rank: This rank.
+        size: Number of ranks.
+        said: torch's error message.
     """
     return HastenError(
         f"Rank {rank} of {size} on {socket.gethostname()} has lost another rank: that has ended, its machine or the "
@@ -94,7 +101,7 @@ def lost_partner(rank: int, size: int, said: str) -> HastenError:
 
 
 def end_all(children: Sequence[RankProcess]) -> None:
-    """End what still runs: asked with SIGTERM, and after 3 seconds with SIGKILL; returns when all are gone."""
+    """End all ranks that still run, by SIGTERM and after 3 seconds by SIGKILL; wait for them, at most 10 seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for child in children:
             if child.code() is None:
@@ -102,17 +109,18 @@ def end_all(children: Sequence[RankProcess]) -> None:
         end = time.monotonic() + (3.0 if number == signal.SIGTERM else 10.0)
         while any(child.code() is None for child in children) and time.monotonic() < end:
             if all(child.code() is not None or _stopped(child.pid) for child in children):
-                break  # a stopped process hears only SIGKILL
+                break  # a stopped process reacts to SIGKILL only
             time.sleep(0.02)
 
 
 def send(child: RankProcess, number: int) -> None:
-    """Send a signal to a rank that may have ended meanwhile."""
+    """Send a signal to a rank, which may have ended already."""
     with suppress(ProcessLookupError):
         os.kill(child.pid, number)
 
 
 def _guilty(child: RankProcess) -> bool:
+    """Return whether a rank failed for a reason of its own, as opposed to losing a partner."""
     code = child.code()
     if not code:
         return False
@@ -121,6 +129,7 @@ def _guilty(child: RankProcess) -> bool:
 
 
 def _stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or a debugger."""
     try:
         return bool(psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP))
     except psutil.Error:  # gone
@@ -128,7 +137,7 @@ def _stopped(pid: int) -> bool:
 
 
 def how_it_ended(code: int) -> str:
-    """Say how a process with this exit code ended (-N: by signal N)."""
+    """Return how a process with this exit code ended, in words (-N: by signal N)."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -138,7 +147,8 @@ def how_it_ended(code: int) -> str:
     return f"was ended by signal {-code} ({name})"
 
 
-def _error(child: RankProcess, size: int, what: str) -> HastenError:
+def _error(child: RankProcess, size: int, how: str) -> HastenError:
+    """Return the error that blames a rank; `how` says how it ended ("ended with exit code 1")."""
     code = child.code()
     output = "\n".join(f"    {line}" for line in child.last_words().strip().splitlines()[-15:])
     if code == -signal.SIGKILL:
@@ -153,5 +163,5 @@ def _error(child: RankProcess, size: int, what: str) -> HastenError:
         fix = "A crash in native code leaves no traceback: run with PYTHONFAULTHANDLER=1, or devices=1."
     else:
         fix = "Mend that error; devices=1 often shows it more plainly."
-    message = f"Rank {child.rank} of {size} {what}, so all ranks were ended."
+    message = f"Rank {child.rank} of {size} {how}, so all ranks were ended."
     return HastenError(message + (f" It said last:\n{output}" if output else ""), fix, code=1)

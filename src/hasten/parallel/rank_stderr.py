@@ -1,4 +1,4 @@
-"""Shows the stderr of ranks other than 0, with the rank before each line."""
+"""Show the stderr of ranks other than 0, with the rank before each line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 from types import TracebackType
 
 _CHUNK = 65536
-_LONGEST = 1 << 16  # bytes of a line that is not ended
+_LONGEST = 1 << 16  # bytes stored of a line that has no end yet
 
 
 class RankStderr:
-    """Pipes with names, one a rank, read by a thread."""
+    """Named pipes, one per rank, that a thread reads."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -30,10 +30,11 @@ class RankStderr:
         self.close()
 
     def of(self, rank: int) -> str:
-        """The file that a rank's stderr is to be."""
+        """Create the pipe of a rank's stderr. Return its path."""
         path = f"{self._folder}/stderr-{rank}"
         os.mkfifo(path, 0o600)
-        # For writing too: who opens it then never waits, and it does not end with the first process that closes it.
+        # Open it for writing too. Then a rank that opens it never blocks, and it does not end when the first of several
+        # writers (a rank and its DataLoader workers, say) closes it.
         fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         with self._lock:
             self._ranks[fd] = rank
@@ -41,11 +42,12 @@ class RankStderr:
         return path
 
     def close(self) -> None:
-        """Show what was written so far, and nothing after it."""
+        """Show everything written so far, then stop reading."""
         self._over.set()
         self._thread.join()
 
     def _read(self) -> None:
+        """Show the pipes' lines until `close`, then what is left. Runs in a thread."""
         while not self._over.wait(0.02):
             self._once()
         self._once()
@@ -55,7 +57,7 @@ class RankStderr:
             os.close(fd)
 
     def _once(self) -> None:
-        """Show what lies in the pipes."""
+        """Show the complete lines that are in the pipes; store the rest of each."""
         with self._lock:
             pipes = list(self._ranks.items())
         for fd, rank in pipes:
@@ -70,8 +72,9 @@ class RankStderr:
                 self._rests[fd] = rest.rpartition(b"\r")[2][-_LONGEST:]
 
     def _show(self, rank: int, line: bytes) -> None:
-        """A line as a terminal would leave it: of a progress bar, its last state."""
-        shown = line.rstrip(b"\r").rpartition(b"\r")[2].removeprefix(b"[rank%d]: " % rank)  # torch's, of tracebacks
+        """Write a line as a terminal would show it: of a progress bar, the last state only."""
+        # A progress bar overwrites its line by carriage returns. torch prefixes tracebacks with the rank itself.
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2].removeprefix(b"[rank%d]: " % rank)
         if shown.strip():
             with suppress(OSError):  # our own stderr is closed
                 os.write(2, b"[rank %d] %s\n" % (rank, shown))

@@ -1,4 +1,4 @@
-"""The store in which ranks find each other, served by rank 0 or by a launcher."""
+"""Open the store through which ranks find each other, served by rank 0 or by a launcher."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def serve_store(size: int) -> TCPStore:
-    """Return the store in which the ranks of this machine will meet, on a port that the system has chosen.
+    """Return a new store for the ranks of this machine, on a free port.
 
-    It is there before anybody asks for it, so no other program can take the port meanwhile; other machines cannot
-    reach it. Lives as long as it is held.
+    It listens before the port is published, so no other program can take the port. Other machines cannot reach it.
+    It is served until the returned object is deleted.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    # torch would listen on all addresses, by IPv6, and ask the DNS for the name of each rank that connects
-    # (::ffff:127.0.0.1 is in nobody's /etc/hosts): where that does not answer, each rank takes five seconds or ten.
+    # Give torch a listening socket. Its own would listen on all addresses, by IPv6, and ask the DNS for the name of
+    # each rank that connects (::ffff:127.0.0.1 is in nobody's /etc/hosts): if the DNS does not answer, that takes five
+    # or ten seconds per rank.
     listening = socket.create_server(("127.0.0.1", 0), backlog=max(128, size))
     port = listening.getsockname()[1]
     return TCPStore(
@@ -33,10 +34,10 @@ def serve_store(size: int) -> TCPStore:
 
 
 def open_store(place: Place, limit: timedelta) -> Store:
-    """Open the store in which the ranks find each other, and wait for all of them.
+    """Open the store through which the ranks find each other, and wait for all of them. Return it.
 
     Raises:
-        HastenError: It cannot be reached, or some ranks did not come within `limit`; says which.
+        HastenError: It cannot be reached, or some ranks did not join within `limit`; names them.
     """
     from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
@@ -53,11 +54,12 @@ def open_store(place: Place, limit: timedelta) -> Store:
 
 
 def _own_part(store: Store, place: Place, limit: timedelta) -> Store:
-    """Return the part of a store that belongs to these very ranks, once all of them are there.
+    """Return a part of the store that only these ranks use, once all of them have joined.
 
-    torchrun's agent restarts ranks and by default hands all of them one store, in which those of before have left their
-    keys: read as the present ones', they point to processes that are gone, and the ranks wait for them without end. So
-    each meeting goes by the name that its rank 0 has drawn, and that rank says who is in it.
+    torchrun's agent restarts ranks, and by default gives each generation the same store. Keys of earlier ranks point to
+    processes that are gone; ranks that read them would wait forever. So rank 0 draws a random name for the meeting and
+    publishes it. The others register under that name, and rank 0 publishes the list of all. A rank that read an old
+    name does not find itself in the list, and continues to poll for the new one.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -66,7 +68,7 @@ def _own_part(store: Store, place: Place, limit: timedelta) -> Store:
     myself = uuid.uuid4().hex
     if place.rank == 0:
         store.set("meeting", myself)
-    # Waited for here, in Python, where a signal is heard, and not inside of torch.
+    # Poll in Python, where signals are handled, rather than wait inside torch.
     end = time.monotonic() + limit.total_seconds()
     while True:
         name = store.get("meeting").decode() if store.check(["meeting"]) else ""
@@ -89,7 +91,7 @@ def _own_part(store: Store, place: Place, limit: timedelta) -> Store:
 
 
 def _unreachable(place: Place, reason: str) -> HastenError:
-    """Return the error for a store that this rank cannot open, or not reach."""
+    """Return the error for a store that this rank cannot open or reach."""
     where = f"{place.address}:{place.port}"
     if "EADDRINUSE" in reason:
         return HastenError(

@@ -1,4 +1,4 @@
-"""Tells whether the ranks of a carried script have the same data: an unseeded split differs between them."""
+"""Fingerprint datasets, to find ranks with different data, as after an unseeded random split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-_LOOKED_AT = 64  # elements of a long list or array
+_LOOKED_AT = 64  # indices sampled of a long list or array: this many at least, at most 127
 _DEPTH = 4
 
 
 def fingerprint(dataset: Any) -> int:
-    """Return 40 bits of what a dataset holds: lengths, and some elements, of its lists, arrays and tensors.
+    """Return a 40-bit hash of a dataset: lengths and some elements of its lists, arrays and tensors.
 
-    Two orders of one long list have other bits, but for a case in very many; datasets that hold the same have the same.
-    0 for an IterableDataset. Take it before a sample was read: a dataset may keep what it has seen.
+    Equal datasets have equal hashes; two orders of one long list almost surely have different ones. Returns 0 for an
+    IterableDataset. Call it before samples are read: a dataset may cache what it has read.
     """
     if isinstance(dataset, IterableDataset):
         return 0
@@ -30,8 +30,9 @@ def fingerprint(dataset: Any) -> int:
 
 
 def _described(thing: Any, depth: int) -> Iterator[bytes]:
+    """Yield byte strings that describe a value, down to `_DEPTH` levels of lists and datasets."""
     yield type(thing).__name__.encode()
-    if isinstance(thing, str | PurePath):  # files may lie elsewhere on another machine
+    if isinstance(thing, str | PurePath):  # the last two parts only: another machine may mount the files elsewhere
         yield "/".join(str(thing).split("/")[-2:]).encode(errors="replace")
     elif isinstance(thing, int | float | bytes):
         yield repr(thing).encode()
@@ -51,11 +52,12 @@ def _described(thing: Any, depth: int) -> Iterator[bytes]:
 def _is_array(thing: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
     return isinstance(thing, torch.Tensor) or (
-        numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)  # which may lie in a file
+        numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)  # includes np.memmap
     )
 
 
 def _elements(array: Any, depth: int) -> Iterator[bytes]:
+    """Yield byte strings that describe an array: shape, dtype, and three elements of some rows."""
     yield f"{tuple(array.shape)} {array.dtype}".encode()
     if isinstance(array, torch.Tensor) and (array.layout is not torch.strided or array.device.type == "meta"):
         return
@@ -64,7 +66,7 @@ def _elements(array: Any, depth: int) -> Iterator[bytes]:
         return
     for index in _places(array.shape[0]):
         row = array[index]
-        if not _is_array(row):  # an array of objects
+        if not _is_array(row):  # an element of an array of objects
             yield from _described(row, depth + 1)
             continue
         flat = row.reshape(-1)
@@ -72,5 +74,5 @@ def _elements(array: Any, depth: int) -> Iterator[bytes]:
 
 
 def _places(length: int) -> range:
-    """Return at most 127 places, spread over the whole."""
+    """Return at most 127 indices, spread over the whole length."""
     return range(0, length, max(1, length // _LOOKED_AT))

@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds a part (torch's DTensor): this rank's part, and the way to the whole and back.
+"""Convert between sharded tensors (torch's DTensor), this rank's part of them, and whole tensors.
 
-Nothing here imports DTensor unless there is one: a tensor that is whole passes through untouched.
+Nothing here imports DTensor unless a tensor is one: unsharded tensors pass through unchanged.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor, of which this rank may hold only a part."""
+    """Return whether a tensor is a DTensor, of which this rank may hold a part only."""
     return hasattr(tensor, "full_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, in the same memory and without its graph; may have no elements."""
+    """Return this rank's part of a tensor, sharing its storage, detached; it may have no elements."""
     part: Any = tensor.detach()
     return part.to_local() if is_sharded(part) else part  # type: ignore[no-any-return]
 
 
 def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-    """Gather a tensor from all ranks; a collective where it is sharded.
+    """Return a whole tensor, gathered from all ranks; a collective if it is sharded.
 
     Args:
-        tensor: On each rank the same one.
-        keep: Whether this rank wants the numbers; elsewhere a tensor of that shape without memory is returned.
+        tensor: The same tensor on each rank.
+        keep: Whether this rank needs the values.
 
     Returns:
-        A plain tensor without a graph: the whole one on the CPU, or one on "meta".
+        A plain, detached tensor: if sharded, on the CPU where `keep` is true, otherwise on "meta".
     """
     part: Any = tensor.detach()
     if not is_sharded(part):
@@ -40,11 +40,11 @@ def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
 
 
 def share_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Lay a whole tensor out as a sharded one is; no collective: each rank has the whole.
+    """Return a whole tensor sharded as another one is. No collective: each rank has the whole tensor.
 
     Args:
-        tensor: The whole, of the shape of `like`; one that is sharded already is returned.
-        like: Whose layout, device and ranks are taken; where it is not sharded, `tensor` is returned.
+        tensor: Whole tensor, of the shape of `like`; returned unchanged if it is sharded already.
+        like: Tensor whose mesh, placements and device are used; if it is not sharded, `tensor` is returned.
     """
     if not is_sharded(like) or is_sharded(tensor):
         return tensor
@@ -56,9 +56,9 @@ def share_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return tensors in lists of one mesh each, whole ones in one of their own.
+    """Return tensors grouped by device mesh, unsharded ones in one group.
 
-    torch's functions of several tensors refuse those that lie on several meshes.
+    torch's multi-tensor functions refuse tensors of different meshes.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:

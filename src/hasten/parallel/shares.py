@@ -1,4 +1,4 @@
-"""Gives each rank its share of a loader's samples."""
+"""Give each rank its share of a loader's samples, by replacing the loader's sampler in a copy of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.parallel.world import World
 
 
 class UnrepeatedSampler(DistributedSampler[Any]):
-    """A DistributedSampler that gives each sample once: ranks may differ by one. For predictions."""
+    """DistributedSampler that yields each sample once, for predictions: the ranks' lengths may differ by one."""
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int, rank: int) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=False)
@@ -24,13 +24,13 @@ class UnrepeatedSampler(DistributedSampler[Any]):
 
 
 class ShareOfSampler(DistributedSampler[Any]):
-    """A rank's share of what a sampler of the user's own draws: all ranks draw the same, each takes every size-th.
+    """This rank's share of a user-defined sampler: all ranks draw the same indices, each takes every size-th one.
 
     Args:
-        sampler: Of known length; one that draws from torch's global state draws again each epoch.
-        num_replicas: How many ranks.
-        rank: Which this is.
-        seed: The same on all ranks.
+        sampler: Sampler of known length. If it draws from torch's global RNG, each epoch has a new order.
+        num_replicas: Number of ranks.
+        rank: This rank.
+        seed: Seed, the same on all ranks.
     """
 
     def __init__(self, sampler: Sampler[Any], num_replicas: int, rank: int, seed: int = 0) -> None:
@@ -49,24 +49,25 @@ class ShareOfSampler(DistributedSampler[Any]):
 def distributed_loader(
     loader: Any, world: World, *, train: bool, seed: int = 0, repeat: bool = True
 ) -> tuple[Any, str | None]:
-    """A loader of this rank's share of the samples, in all else a copy of the one given.
+    """Return a copy of a loader that yields this rank's share of the samples.
 
-    Left as they are: loaders that have a DistributedSampler, and those that cannot be shared out; for these, and
-    only these, the text says why.
+    Loaders that have a DistributedSampler, and those that cannot be split among ranks, are returned unchanged. For the
+    latter, a text that says why is returned, too.
 
     Args:
-        loader: Usually a DataLoader, of whatever class.
-        world: Alone, the loader is given back.
-        train: Shuffle as the loader did; else in order. The sampler's `set_epoch` makes epochs differ.
-        seed: Of the shuffling; the same on all ranks.
-        repeat: Ranks get equally many samples, the first ones repeated where they do not divide; with False each
-            sample comes once, so ranks may differ in length: only where no rank waits for another.
+        loader: Usually a DataLoader, of any class.
+        world: The ranks; if there is only one, the loader is returned unchanged.
+        train: Whether to shuffle if the loader did; otherwise samples come in order. The sampler's `set_epoch` makes
+            epochs differ.
+        seed: Seed of the shuffling, the same on all ranks.
+        repeat: Whether all ranks get equally many samples, by repeating the first ones if needed. If False, each sample
+            comes once, so the ranks' lengths may differ: only for loops in which no rank waits for another.
 
     Returns:
-        The loader, and what to tell the user.
+        The loader, and a message for the user (None if it was split, or needed no splitting).
 
     Raises:
-        HastenError: Its DistributedSampler gives this rank another one's share of the training data.
+        HastenError: Its DistributedSampler gives this rank the share of another rank, for training data.
     """
     if world.size == 1 or not isinstance(loader, DataLoader) or _sampler_of(loader) is None:
         return loader, None if world.size == 1 else _unshared(loader)
@@ -84,7 +85,7 @@ def distributed_loader(
         return loader, _unshared(loader)
     dataset = loader.dataset
     share: DistributedSampler[Any]
-    kind = type(sampler).__name__  # torchdata has a RandomSampler of its own
+    kind = type(sampler).__name__  # by name: torchdata has its own RandomSampler
     if kind not in {"SequentialSampler", "RandomSampler"} or getattr(sampler, "replacement", False):
         share = ShareOfSampler(sampler, world.size, world.rank, seed)
     elif not repeat:
@@ -96,7 +97,7 @@ def distributed_loader(
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the samplers of a loader which epoch comes, where they ask for it: they shuffle by it."""
+    """Call `set_epoch` on a loader's samplers that have it; they seed their shuffling with the epoch."""
     batching = getattr(loader, "batch_sampler", None)
     visited = set[int]()
     for sampler in (getattr(loader, "sampler", None), batching, getattr(batching, "sampler", None)):
@@ -106,14 +107,16 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def agree_on_batches(world: World, batches: float) -> float:
-    """How many batches each rank takes: as many as the rank that has fewest. A rank that took more would wait forever.
+    """Return the number of batches that each rank takes: the smallest of all ranks' numbers.
+
+    A rank that took more would wait for the others forever.
 
     Args:
-        world: All its ranks call this.
-        batches: This rank's number; `math.inf` when its loader has no length.
+        world: The ranks; all of them call this.
+        batches: This rank's number; `math.inf` if its loader has no length.
 
     Returns:
-        An int, or `math.inf` when no rank knows.
+        An int, or `math.inf` if no rank's loader has a length.
     """
     if world.size == 1:
         return batches
@@ -122,6 +125,7 @@ def agree_on_batches(world: World, batches: float) -> float:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of single samples that a loader draws by; None for an IterableDataset."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     sampler = getattr(loader.batch_sampler, "sampler", None)
@@ -129,15 +133,15 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def _plain(batching: Any) -> bool:
-    """Whether a batch sampler is made of a sampler, a size and drop_last, and nothing else."""
+    """Return whether a batch sampler can be rebuilt from a sampler, a batch size and drop_last."""
     return type(batching) is BatchSampler or type(batching).__module__.startswith("torchdata.")
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[Any]:
-    """A copy that draws by another sampler. Copied, not rebuilt: a class of the user's own may take other arguments.
+    """Return a copy of a loader with another sampler. Copied, not rebuilt: a user's subclass may take other arguments.
 
-    DataLoader forbids to set these attributes by plain assignment, since its workers would not hear of it; a copy that
-    has not been iterated has none.
+    DataLoader refuses assignments to these attributes, because running workers would not see the change. A copy that
+    has not been iterated has no workers, so `__dict__` is written directly.
     """
     changed = copy.copy(loader)
     changed.__dict__["_iterator"] = None
@@ -151,13 +155,14 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler[Any]) -> DataLoader[
 
 
 def _unshared(loader: Any) -> str:
+    """Return the message that a loader cannot be split among ranks, and why."""
     if not isinstance(loader, DataLoader):
-        what = f"a {type(loader).__name__} is not a DataLoader"
+        why = f"a {type(loader).__name__} is not a DataLoader"
     elif isinstance(loader.dataset, IterableDataset):
-        what = f"{type(loader.dataset).__name__} is an IterableDataset"
+        why = f"{type(loader.dataset).__name__} is an IterableDataset"
     else:
-        what = f"{type(loader.batch_sampler).__name__} is a batch sampler of its own kind"
+        why = f"{type(loader.batch_sampler).__name__} is a batch sampler of its own kind"
     return (
-        f"{what}: hasten cannot share it out, so each rank reads all of it. Share it out yourself by "
+        f"{why}: hasten cannot share it out, so each rank reads all of it. Share it out yourself by "
         "torch.distributed.get_rank() and get_world_size(), or give it a DistributedSampler."
     )

@@ -1,4 +1,8 @@
-"""Runs a function on several ranks, each a process of its own; for notebooks, prompts and tests."""
+"""Run a function on several ranks, each in a new process; for notebooks, prompts and tests.
+
+Each rank reports its result or its traceback through a pipe. The main process is not a rank: it waits for all of them,
+and if one ends too early, it finds out which (`rank_failures.verdict`) and ends the others.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +40,20 @@ def spawn(
     kwargs: Mapping[str, Any] | None = None,
     strategy: str = "ddp_spawn",
 ) -> T:
-    """Run `function(*args, **kwargs)` on every rank and bring back what rank 0 returned.
+    """Run `function(*args, **kwargs)` on every rank, and return rank 0's result.
 
-    Inside of it, `World.from_environment()` or `open_world()` joins the ranks. This process is none of them: what the
-    function changes here stays there, unless it returns it. When one rank ends too early, all are ended; when this
-    process ends, they are killed.
+    Inside the function, `World.from_environment()` or `open_world()` joins the ranks. This process is not a rank: what
+    the function changes is lost here, unless it returns it. If one rank ends too early, all are ended; if this process
+    ends, the ranks are killed.
 
     Args:
-        function: With "ddp_spawn", as its arguments, picklable: found by name in a module.
-        world_size: How many processes.
-        args: Handed to the function.
-        kwargs: Handed to the function.
-        strategy: "ddp_spawn": fresh Pythons that import the main script again, so it needs
-            `if __name__ == "__main__":`. "ddp_fork", "ddp_notebook": copies of this process, with one
-            thread each on the CPU; not after CUDA was used.
+        function: With "ddp_spawn", it and its arguments must be picklable: importable by name from a module.
+        world_size: Number of processes.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+        strategy: "ddp_spawn": new Python processes that import the main script again, which therefore needs
+            `if __name__ == "__main__":`. "ddp_fork", "ddp_notebook": forks of this process, with one CPU thread each;
+            impossible after CUDA was used.
 
     Raises:
         HastenError: A rank raised, was killed or left early; names it, with its traceback.
@@ -65,17 +69,17 @@ def spawn(
             "Restart the notebook and let nothing touch the GPU before fit, or train from a script with "
             'strategy="ddp".',
         )
-    # Not torch.distributed.elastic's start_processes (as of torch 2.13): it sets a rank's environment after the fresh
-    # Python has imported torch, which has read OMP_NUM_THREADS by then; when this process is killed it sends its ranks
-    # SIGINT, which one that hangs in C code never acts on; and Ctrl-C reaches the ranks beside this process, whose
-    # tracebacks then hide the one that failed.
+    # torch.distributed.elastic's start_processes does not serve here (as of torch 2.13). It sets a rank's environment
+    # after the new Python has imported torch, which has read OMP_NUM_THREADS by then. If this process is killed, it
+    # sends its ranks SIGINT, to which a rank that hangs in C code never reacts. And Ctrl-C reaches the ranks as well as
+    # this process; their tracebacks then hide the one that failed.
     store = serve_store(world_size)
     context = multiprocessing.get_context(method)
     children: list[_FunctionChild] = []
     try:
         for rank in range(world_size):
             env = rank_environment(rank, world_size, "127.0.0.1", store.port, this_machine().cores)
-            # OpenMP cannot be used by a copy of a process that has used it: with more than one thread, it hangs.
+            # If this process has used OpenMP, a fork of it hangs as soon as it uses more than one thread.
             if method == "fork":
                 env["OMP_NUM_THREADS"] = "1"
             children.append(_FunctionChild(context, rank, env, function, tuple(args), dict(kwargs or {})))
@@ -89,13 +93,13 @@ def spawn(
 
 
 def _result_of(children: list[_FunctionChild]) -> Any:
-    """Wait for all ranks; return what rank 0 returned.
+    """Wait for all ranks. Return rank 0's result.
 
     Raises:
-        HastenError: One ended too early.
+        HastenError: A rank ended too early.
     """
     while running := [child for child in children if child.code() is None]:
-        wait([child.report for child in running if not child.told] + [child.process.sentinel for child in running])
+        wait([child.report for child in running if not child.reported] + [child.process.sentinel for child in running])
         for child in children:
             child.listen()
         if any(child.code() for child in children):
@@ -104,13 +108,13 @@ def _result_of(children: list[_FunctionChild]) -> Any:
                 child.listen()
             raise rank_failures.verdict(children, len(children)) or HastenError("A rank ended.", "")
     children[0].listen()
-    if children[0].failed or not children[0].told:
+    if children[0].failed or not children[0].reported:
         raise rank_failures.verdict(children, len(children)) or HastenError("Rank 0 gave no result.", "")
     return children[0].result
 
 
 class _FunctionChild:
-    """A rank that runs a function, and what it has reported."""
+    """A rank that runs a function, and its report."""
 
     def __init__(
         self,
@@ -122,18 +126,19 @@ class _FunctionChild:
         kwargs: dict[str, Any],
     ) -> None:
         self.rank = rank
-        self.told = self.failed = False
+        self.reported = self.failed = False  # whether it has reported; whether the report is an error
         self.result: Any = None
         self._words = ""
-        self.report, theirs = context.Pipe(duplex=False)
+        self.report, sending = context.Pipe(duplex=False)
         # Not a daemon: it may start DataLoader workers.
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_run,
-            args=(theirs, os.getpid(), env, ByValue((function, args, kwargs))),
+            args=(sending, os.getpid(), env, ByValue((function, args, kwargs))),
             name=f"rank {rank}",
             daemon=False,
         )
-        # A fresh Python reads its number of threads when it imports torch, before our code runs.
+        # A new Python inherits this process's environment, and torch reads OMP_NUM_THREADS as it is imported, before
+        # `_run` could set it.
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = env["OMP_NUM_THREADS"]
         try:
@@ -141,27 +146,27 @@ class _FunctionChild:
         finally:
             if before is None:
                 del os.environ["OMP_NUM_THREADS"]
-        theirs.close()
+        sending.close()
         self.pid = self.process.pid or 0
 
     def code(self) -> int | None:
-        """Its exit code, -N after signal N, None while it runs."""
+        """Return its exit code: -N after signal N, None while it runs."""
         return self.process.exitcode
 
     def last_words(self) -> str:
-        """The traceback that it reported."""
+        """Return the traceback that it reported; "" if there is none."""
         self.listen()
         return self._words
 
     def listen(self) -> None:
-        """Take its report, if it is there."""
-        if self.told or not self.report.poll():
+        """Receive its report, if there is one."""
+        if self.reported or not self.report.poll():
             return
         try:
             good, message = self.report.recv()
-        except EOFError:  # it ended without a word; its exit code says how
+        except EOFError:  # it ended without a report; its exit code says how
             good, message = False, ""
-        self.told, self.failed = True, not good
+        self.reported, self.failed = True, not good
         if good:
             self.result = pickle.loads(message) if message else None  # from our own process
         else:
@@ -169,7 +174,7 @@ class _FunctionChild:
 
 
 def _run(report: Connection, parent: int, env: dict[str, str], job: ByValue) -> None:
-    """A rank's whole life."""
+    """Run the function as a rank, in a new process, and report its result or its traceback."""
     function, args, kwargs = job.value
     follow(parent)
     os.setpgid(0, 0)  # Ctrl-C reaches the main process, which ends the ranks
@@ -191,14 +196,14 @@ def _run(report: Connection, parent: int, env: dict[str, str], job: ByValue) -> 
 
 
 class ByValue:
-    """A value that each process it is sent to gets a copy of, its tensors too.
+    """Wrapper that sends a copy of a value to another process, its tensors included.
 
-    torch sends a tensor on the CPU as shared memory. Ranks that train one module would then all step the same
-    weights, each adding its update to those of the others. Tensors that were shared before stay so: a person's
-    counter, say. What shares memory within the value (tied weights) still does in the copy.
+    torch sends CPU tensors as shared memory. Ranks that train the same module would then step the same weights, each
+    adding its update to the others'. Tensors that were shared before stay shared (a user's counter, say). Tensors that
+    share storage within the value (tied weights) still do in the copy.
 
     Args:
-        value: Anything that can be sent to a process that is being started.
+        value: Anything that can be sent to a new process.
     """
 
     def __init__(self, value: Any) -> None:
@@ -215,10 +220,10 @@ def _read(written: bytes) -> ByValue:
 
 
 class _Copying(ForkingPickler):
-    """Writes tensors as bytes, each piece of memory once."""
+    """Pickler that writes CPU tensors as bytes, each storage once."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.storage.TypedStorage):  # a new one for each tensor: the memory below is one object
+        if isinstance(value, torch.storage.TypedStorage):  # created per tensor; the storage below is one object
             return _typed, (value._untyped_storage, value.dtype)
         if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu" and not value.is_shared():
             return _memory, (torch.empty(0, dtype=torch.uint8).set_(value).numpy().tobytes(),)

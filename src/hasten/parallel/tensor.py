@@ -1,4 +1,9 @@
-"""Layers split over neighboring ranks: torch's `parallelize_module`, with checks before and while it trains."""
+"""Split layers over neighboring ranks by torch's `parallelize_module`, with checks before and during training.
+
+torch accepts plans that silently train another model: paths that match nothing, tied weights, operations between split
+layers that see a part of the features. `_refuse` finds what the plan and the model show; `Compared` compares losses,
+buffers and gradients between the ranks in some steps; `Gradients` averages gradients over the groups of ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +28,31 @@ _APART = 1e-3  # relative difference of losses and gradients: far beyond float32
 
 
 def matched(module: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """Return the parts that a key of a plan means, as `parallelize_module` reads it: names, `*` within one of them."""
-    found = [("", module)]
+    """Return the (path, submodule) pairs that a plan's key matches, as in `parallelize_module`: `*` is any one name."""
+    matches = [("", module)]
     for token in pattern.split(".") if pattern else ():
-        found = [
+        matches = [
             (f"{path}.{name}".lstrip("."), child)
-            for path, parent in found
+            for path, parent in matches
             for name, child in parent.named_children()
             if fnmatchcase(name, token)
         ]
-    return found
+    return matches
 
 
 def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, world: World) -> None:
-    """Split a module's layers over the ranks of each group, in place, as a plan says.
+    """Split a module's layers over the ranks of each group, in place, according to a plan.
 
-    Rank 0's parameters and buffers go to all ranks first. A module that has been split already is left as it is.
+    Broadcasts rank 0's parameters and buffers first. A module that is split already is left alone.
 
     Args:
-        module: On any device; a device needs room for the whole of it once.
-        plan: Path of layers within the module -> a style of `torch.distributed.tensor.parallel`.
-        mesh: From `groups.mesh_of`.
+        module: On any device; each device needs memory for the whole module once.
+        plan: Path of layers within the module -> style of `torch.distributed.tensor.parallel`.
+        mesh: Mesh of the groups, from `groups.mesh_of`.
         world: The ranks.
 
     Raises:
-        HastenError: The plan means nothing here, or what it splits would no longer be the same model.
+        HastenError: The plan matches nothing, or the split module would compute something else.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -68,17 +73,17 @@ def split_layers(module: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh, w
     for path, style in plan.items():
         for name, part in matched(module, path):
             _watch_sizes(name, part, style, mesh["group"].size())
-        # All ranks hold the same values by now: none has to be sent.
+        # src_data_rank=None: all ranks hold the same values already, so torch need not send them.
         parallelize_module(module, mesh["group"], {path: style}, src_data_rank=None)
     for name, parameter in module.named_parameters():
         if name in frozen:  # SequenceParallel builds parameters that require gradients
             parameter.requires_grad_(False)
     remember(module, hooks)
-    vars(module)[_MESH] = mesh  # not as a part of it
+    vars(module)[_MESH] = mesh  # past `__setattr__`, and out of the state dict
 
 
 def _refuse(module: nn.Module, plan: Mapping[str, Any], size: int) -> None:
-    """Raise for a plan that torch would leave out with a warning, or take to another model."""
+    """Raise a HastenError for a plan that torch would ignore with a warning, or would turn into another model."""
     split: dict[int, str] = {}
     for pattern, style in plan.items():
         if not (parts := matched(module, pattern)):
@@ -102,6 +107,7 @@ def _refuse(module: nn.Module, plan: Mapping[str, Any], size: int) -> None:
 
 
 def _refuse_layer(path: str, part: nn.Module, kind: str, size: int) -> None:
+    """Raise a HastenError for a layer that a style cannot split over `size` ranks."""
     if not isinstance(part, nn.Linear | nn.Embedding):
         raise HastenError(
             f"{kind} cannot split {path or 'the module itself'}, which is a {type(part).__name__}.",
@@ -131,7 +137,7 @@ def _refuse_layer(path: str, part: nn.Module, kind: str, size: int) -> None:
 
 
 def _refuse_tied(module: nn.Module, plan: Mapping[str, Any]) -> None:
-    """A split layer gets parameters of its own: a weight that it shares would be two from then on."""
+    """Raise a HastenError for tied weights in split layers: splitting creates new parameters, and unties them."""
     replaced = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
     inside = {
         id(part): path
@@ -155,7 +161,10 @@ def _refuse_tied(module: nn.Module, plan: Mapping[str, Any]) -> None:
 
 
 def _watch_sizes(path: str, part: nn.Module, style: Any, size: int) -> None:
-    """Have a layer raise where a sequence does not come out even: its hooks see whole tensors, before the style's."""
+    """Make a layer raise if a dimension to be split is not a multiple of the group's size.
+
+    The hooks are registered before the style's, so they see whole tensors.
+    """
 
     def check(tensors: Any, layouts: Iterable[Any]) -> None:
         for tensor, layout in zip(tensors if isinstance(tensors, tuple) else (tensors,), layouts, strict=False):
@@ -171,7 +180,7 @@ def _watch_sizes(path: str, part: nn.Module, style: Any, size: int) -> None:
     if kind in ("ColwiseParallel", "RowwiseParallel"):
         part.register_forward_hook(lambda module, args, output: check(output, style.output_layouts))
     elif kind == "PrepareModuleInput" and style.input_layouts and style.desired_input_layouts:
-        # What comes in pieces already was looked at where it was split.
+        # An input that is split already was checked where it was split.
         pairs = zip(style.input_layouts, style.desired_input_layouts, strict=False)
         wanted = [None if hasattr(given, "dim") else desired for given, desired in pairs]
         part.register_forward_pre_hook(lambda module, args: check(args, wanted))
@@ -181,15 +190,15 @@ def _watch_sizes(path: str, part: nn.Module, style: Any, size: int) -> None:
 
 
 class Gradients:
-    """Makes gradients whole as a backward goes on, and averages them over the groups of ranks when it is over.
+    """Completes gradients during a backward, and averages them over the groups of ranks at its end.
 
     Args:
-        parameters: Those that are trained.
-        shares: The groups, from `World.in_groups`.
-        mesh: From `groups.mesh_of`.
+        parameters: Trained parameters.
+        shares: World of the groups, from `World.in_groups`.
+        mesh: Mesh of the groups, from `groups.mesh_of`.
 
     Attributes:
-        averages: Whether the next backward ends by averaging: off while gradients are only accumulated.
+        averages: Whether the next backward ends by averaging; False while gradients are only accumulated.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], shares: World, mesh: DeviceMesh) -> None:
@@ -199,16 +208,18 @@ class Gradients:
         self._handles = [one.register_post_accumulate_grad_hook(self._arrived) for one in self._parameters]
 
     def begin(self) -> None:
-        """A step begins; one before may have broken off within its backward."""
+        """Begin a step; the step before may have failed within its backward."""
         self._waits = False
 
     def _arrived(self, parameter: torch.Tensor) -> None:
+        """Complete a gradient that has just been accumulated; at the first of a backward, schedule the averaging."""
         gradient: Any = parameter.grad
         if is_sharded(gradient) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
-            # Of a layer on part of the sequence: a sum over the ranks that has not been made yet.
+            # The gradient of a layer that sees a part of the sequence is a partial sum: sum it over the ranks.
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
         if self.averages and not self._waits and self._shares.size > 1:
             self._waits = True
+            # Runs when the whole backward is over. This is how DistributedDataParallel waits for its end, too.
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
@@ -216,7 +227,7 @@ class Gradients:
         average_all(self._parameters, self._shares, self._group)
 
     def remove(self) -> None:
-        """The training is over."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -225,17 +236,17 @@ class Gradients:
 
 
 class Compared(SameBatch):
-    """Compares what must be equal on the ranks of a group, in steps 1, 2, 4, 8, ... of a training."""
+    """Compares values that must be equal on the ranks of a group, in steps 1, 2, 4, 8, ... of a training."""
 
     def __init__(self, group: Any, world: World) -> None:
         super().__init__(group, world)
         self._optimizer_steps = Doubling()
 
     def loss(self, value: torch.Tensor) -> None:
-        """Raise where the ranks of a group have other losses.
+        """Check that the ranks of a group have the same loss.
 
         Raises:
-            HastenError: On all ranks of the group.
+            HastenError: The losses differ; raised on all ranks of the group.
         """
         losses = self.gathered([float(local(value))])[:, 0]
         if _differ(losses, value.dtype):
@@ -248,10 +259,10 @@ class Compared(SameBatch):
             )
 
     def buffers(self, module: nn.Module) -> None:
-        """Raise where what the ranks of a group keep in buffers has come to differ.
+        """Check that the ranks of a group have equal buffers.
 
         Raises:
-            HastenError: On all ranks of the group; names the first buffers.
+            HastenError: Buffers differ; raised on all ranks of the group. Names the first ones.
         """
         named = [(name, local(one)) for name, one in module.named_buffers() if one.numel() and not one.is_complex()]
         if not named:
@@ -270,10 +281,12 @@ class Compared(SameBatch):
             )
 
     def fits(self, module: nn.Module) -> None:
-        """Raise where a device has no room for the whole model: some ranks would wait for it in the exchange.
+        """Check that each device has memory for the whole model, with a factor of two to spare.
+
+        If one rank ran out of memory while weights are gathered, the others would wait for it forever.
 
         Raises:
-            MemoryError: On all ranks of the group.
+            MemoryError: A device has too little; raised on all ranks of the group.
         """
         device = self._world.device
         if device.type == "cuda":
@@ -282,18 +295,27 @@ class Compared(SameBatch):
                 raise MemoryError("no room for the whole model")
 
     def whole(self, split: float, whole: float, failed: bool, apart: float) -> bool:
-        """Raise where the split layers' loss is not that of the whole ones; return whether no rank has failed.
+        """Check that the split model's loss equals the whole model's.
+
+        Args:
+            split: Loss of the split model on this rank.
+            whole: Loss of the whole model on this rank.
+            failed: Whether this rank could not compute both.
+            apart: Relative difference that counts as rounding.
+
+        Returns:
+            Whether all ranks could compute both losses.
 
         Raises:
-            HastenError: On all ranks of the group.
+            HastenError: The losses differ; raised on all ranks of the group.
         """
         failures = self.gathered([float(failed)])
         if failures.any():
             return False
-        found = self.gathered([split, whole])
-        if _differ(found[:, 0], torch.float32):
-            return True  # `loss` tells of that
-        off = (found[:, 0] - found[:, 1]).abs() > apart * found.abs().amax(1)
+        losses = self.gathered([split, whole])
+        if _differ(losses[:, 0], torch.float32):
+            return True  # the ranks' losses differ from each other: `loss` reports that
+        off = (losses[:, 0] - losses[:, 1]).abs() > apart * losses.abs().amax(1)
         if off.any():
             raise HastenError(
                 f"With its layers split, the model's loss for the first batch is {split:.6g}, and {whole:.6g} as a"
@@ -306,10 +328,10 @@ class Compared(SameBatch):
         return True
 
     def gradients(self, names: Mapping[int, str], optimizer: Any) -> None:
-        """Raise where gradients of layers that each rank has whole differ; an optimizer is about to step.
+        """Check that the ranks of a group have equal gradients of unsplit parameters. Call it before an optimizer step.
 
         Raises:
-            HastenError: On all ranks of the row; names the first parameters.
+            HastenError: Gradients differ; raised on all ranks of the group. Names the first parameters.
         """
         if not next(self._optimizer_steps):
             return
@@ -337,12 +359,13 @@ class Compared(SameBatch):
 
 
 def _is_split(parameter: Any) -> bool:
-    """Whether a parameter is one of the plan's layers."""
+    """Return whether a parameter is split within the group, as opposed to sharded by FSDP only, or whole."""
     return is_sharded(parameter) and "group" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _differ(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether values differ by more than rounding in this dtype."""
     if not bool(torch.isfinite(values).all()):
-        return False  # NaN and infinity are others' to tell
+        return False  # NaN and infinity are not a matter of the split: other checks report them
     apart = max(_APART, 4 * torch.finfo(dtype).eps)
     return float(values.max() - values.min()) > apart * float(values.abs().max()) + 1e-12

@@ -1,4 +1,4 @@
-"""A model whose layers are split over ranks, computing as it did before: to compare both on one batch."""
+"""Run a model whose layers are split over ranks as if it were not split, to compare both on one batch."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ Hooks = dict[nn.Module, dict[str, set[int]]]
 
 
 def hooks_of(module: nn.Module) -> Hooks:
-    """Return which forward hooks each part has."""
+    """Return the ids of each submodule's forward hooks and forward pre-hooks."""
     return {part: {kind: set(vars(part)[kind]) for kind in _KINDS} for part in module.modules()}
 
 
 def remember(module: nn.Module, before: Hooks) -> None:
-    """Keep with a module which hooks came by its being split.
+    """Record on a module which hooks the split added.
 
     Args:
-        module: Split.
-        before: From `hooks_of`, before that.
+        module: The split module.
+        before: Result of `hooks_of` before the split.
     """
     vars(module)[_HOOKS] = {
-        part: {kind: kept[kind] - before[part][kind] for kind in _KINDS} for part, kept in hooks_of(module).items()
+        part: {kind: after[kind] - before[part][kind] for kind in _KINDS} for part, after in hooks_of(module).items()
     }
 
 
 @contextlib.contextmanager
 def unsplit(module: nn.Module) -> Iterator[None]:
-    """Let a split module compute by itself, with whole weights; a collective at its beginning.
+    """Return a context in which a split module has whole weights and no split hooks; entering it is a collective.
 
-    Each rank needs room for the whole model. No gradients: its parameters are other tensors meanwhile.
+    Each rank needs memory for the whole model. Nothing can be trained in it: its parameters are replaced by others.
     """
     added: Hooks = vars(module).get(_HOOKS, {})
-    kept: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if is_sharded(parameter):
-                kept.append((part._parameters, name, parameter))
+                replaced.append((part._parameters, name, parameter))
     try:
-        for owner, name, parameter in kept:
+        for owner, name, parameter in replaced:
             owner[name] = nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
-        for part, ours in added.items():
+        for part, ids in added.items():
             for kind in _KINDS:
-                if ours[kind]:
+                if ids[kind]:
                     hooks = vars(part)[kind]
-                    kept.append((vars(part), kind, hooks))
-                    vars(part)[kind] = OrderedDict((at, hook) for at, hook in hooks.items() if at not in ours[kind])
+                    replaced.append((vars(part), kind, hooks))
+                    vars(part)[kind] = OrderedDict((at, hook) for at, hook in hooks.items() if at not in ids[kind])
         yield
     finally:
-        for owner, name, value in kept:
+        for owner, name, value in replaced:
             owner[name] = value

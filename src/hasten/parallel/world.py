@@ -1,4 +1,9 @@
-"""World: this process among those that train together, and what they say to each other."""
+"""World: this process's place among the ranks of a training, and the collectives between them.
+
+`World.from_environment` joins the ranks that a launcher started: it meets them in a store, then opens the process
+group. At exit all ranks meet once more before any closes its connections, and the rank that may serve the store leaves
+last; without that, ranks would abort each other after a successful training.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +25,19 @@ from hasten.parallel.rendezvous import open_store
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_PARTING_SECONDS = 60.0
+_PARTING_SECONDS = 60.0  # that a rank waits for the others at the end
 _current: World | None = None
-_joined = 0  # how often this process has: each time the ranks meet under other keys
-_failed = False
+_joined = 0  # number of times that this process has joined other ranks
+_failed = False  # whether this process ends because of an error
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together.
+    """This process's place among the ranks of a training.
 
-    With `size` 1 every method gives back what it got and touches no torch.distributed. Otherwise each method is a
-    collective: all ranks call it, in the same order. Tensors may lie on the CPU or on `device`; results lie where
-    the argument lay. Nothing is changed in place.
+    If `size` is 1, every method returns its argument and does not use torch.distributed. Otherwise each method is a
+    collective: all ranks must call it, in the same order. Tensors may be on the CPU or on `device`; results are on the
+    argument's device. Nothing is changed in place.
     """
 
     rank: int = 0
@@ -55,20 +60,20 @@ class World:
         timeout: timedelta | float | None = None,
         join_timeout: float = 1800.0,
     ) -> World:
-        """Join the other processes that a launcher (hasten, torchrun, srun) started; alone if there was none.
+        """Join the other processes that a launcher (hasten, torchrun, srun) started. Return a world of one if none did.
 
-        A second call gives the world that is open. A process group that somebody else has opened is used as it is,
-        and left to them to close.
+        A second call returns the open world. A process group that other code has opened is used as it is, and not
+        closed here.
 
         Args:
-            backend: "gloo" or "nccl"; None: "nccl" for a GPU, else "gloo". With "nccl", tensors on the CPU go by gloo.
+            backend: "gloo" or "nccl"; None: "nccl" for a GPU, else "gloo". With "nccl", CPU tensors are sent by gloo.
             device: This rank's device; None: GPU number `local_rank` with nccl, else the CPU.
-            timeout: How long, in seconds, a collective waits for the other ranks; None: torch's default, 30 minutes
-                for gloo and 10 for nccl.
-            join_timeout: How long, in seconds, the first meeting waits for the other ranks.
+            timeout: Seconds that a collective waits for the other ranks; None: torch's default, 30 minutes for gloo and
+                10 for nccl.
+            join_timeout: Seconds to wait for the other ranks to join.
 
         Raises:
-            HastenError: The other ranks did not come in time; says which.
+            HastenError: Other ranks did not join in time; names them.
         """
         place = find_place()
         if place is None or place.size == 1:
@@ -81,28 +86,28 @@ class World:
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     @property
     def store(self) -> Store | None:
-        """The store in which ranks leave values for each other without a collective; None when alone."""
+        """Store for values that ranks exchange without a collective; None if there is only one rank."""
         if self._store is not None or self.size == 1:
             return self._store
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import _get_default_store
 
-        return PrefixStore("hasten", _get_default_store())  # of whoever opened the process group
+        return PrefixStore("hasten", _get_default_store())  # the store of other code that opened the group
 
     def in_groups(self, size: int) -> World:
-        """Return a world that counts groups of `size` neighboring ranks in place of ranks: who shares out samples.
+        """Return a world whose `rank` and `size` count groups of `size` neighboring ranks, to split samples by.
 
-        For its numbers alone: its methods would meet all ranks.
+        Use only its numbers: its methods would still be collectives of all ranks.
         """
         return self if size == 1 else replace(self, rank=self.rank // size, size=self.size // size)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """Any picklable object of rank `src`, on all ranks."""
+        """Return rank `src`'s picklable object on all ranks."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -112,27 +117,30 @@ class World:
         return box[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Waits for the other ranks, not for the GPU."""
+        """Return whether the flag is set on any rank. Waits for the other ranks, not for the GPU."""
         return bool(flag) if self.size == 1 else bool(self.reduce(torch.tensor(int(flag)), "max"))
 
     def all(self, flag: bool) -> bool:
-        """Whether the flag is set on all ranks. Waits for the other ranks, not for the GPU."""
+        """Return whether the flag is set on all ranks. Waits for the other ranks, not for the GPU."""
         return bool(flag) if self.size == 1 else bool(self.reduce(torch.tensor(int(flag)), "min"))
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks, elementwise; of whole numbers in the default float type."""
+        """Return the elementwise mean over the ranks; float32 for integer tensors."""
         return self.reduce(tensor, "mean")
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, elementwise."""
+        """Return the elementwise sum over the ranks."""
         return self.reduce(tensor, "sum")
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
-        """One tensor of all ranks' tensors of one shape.
+        """Return the elementwise reduction of all ranks' tensors, which have the same shape; without gradients.
 
         Args:
-            tensor: Detached from its graph.
+            tensor: This rank's tensor.
             op: "mean" (or "avg"), "sum", "max", "min" or "product".
+
+        Raises:
+            HastenError: `op` is unknown.
         """
         if op not in {"mean", "avg", "sum", "max", "min", "product"}:
             raise HastenError(f"Ranks cannot be reduced by {op!r}.", "Use mean, sum, max, min or product.")
@@ -142,7 +150,7 @@ class World:
 
         kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
         is_mean = op in {"mean", "avg"}
-        # bool has no sum on the wire; gloo has no mean.
+        # Collectives do not sum bool tensors, so send them as uint8. gloo has no mean, so sum and divide.
         sent = tensor.detach().to(self._wire(tensor), torch.uint8 if tensor.dtype is torch.bool else None, copy=True)
         sent = sent.float() if is_mean and not (sent.is_floating_point() or sent.is_complex()) else sent.contiguous()
         dist.all_reduce(sent, kinds.get(op, dist.ReduceOp.SUM))
@@ -153,14 +161,14 @@ class World:
         return sent.to(tensor.device)
 
     def gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        """All ranks' tensors of one shape.
+        """Return all ranks' tensors, stacked.
 
         Args:
             tensor: Shape (...), the same on every rank.
             sync_grads: Whether gradients flow back through the result, summed over the ranks, to each rank's tensor.
 
         Returns:
-            Shape (size, ...), by rank; (1, ...) when alone.
+            Shape (size, ...), by rank; (1, ...) if there is only one rank.
         """
         if self.size == 1:
             return tensor.unsqueeze(0)
@@ -176,20 +184,20 @@ class World:
         return torch.stack(parts).to(tensor.device)
 
     def barrier(self, name: str = "") -> None:
-        """Wait until every rank is here. `name` is for the reader of the code."""
+        """Wait until every rank calls this. `name` is unused: it documents the call."""
         if self.size > 1:
             import torch.distributed as dist
 
             dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
 
     def close(self, failed: bool = False) -> None:
-        """Leave the other ranks; runs by itself when the process exits.
+        """Leave the process group; called automatically when the process exits.
 
-        All ranks meet before any takes its connections down: without that, about one gloo job in seven is aborted
-        (exit code 134) after its work is done.
+        All ranks meet before any closes its connections: without that, about one gloo job in seven is aborted (exit
+        code 134) after its work is done.
 
         Args:
-            failed: This rank goes because of an error: do not wait for the others.
+            failed: Whether this rank ends because of an error. Then it does not wait for the others.
         """
         global _current
         if self.size == 1 or self._store is None or _current is not self:
@@ -200,7 +208,7 @@ class World:
         if not dist.is_initialized():
             return
         if failed:
-            if self.backend == "gloo":  # nccl may wait for the very ranks that are gone
+            if self.backend == "gloo":  # destroying an nccl group may wait for ranks that are gone
                 dist.destroy_process_group()
             return
         if not self._all_reached("parting"):
@@ -211,9 +219,9 @@ class World:
         self._leave()
 
     def _leave(self) -> None:
-        """Rank 0 may serve the store: it goes last."""
+        """Leave the store. Rank 0 may serve it, so it leaves last."""
         assert self._store is not None
-        if self.launcher == "hasten":  # whose main process lives longer than any rank
+        if self.launcher == "hasten":  # the main process serves the store, and ends after all ranks
             return
         if self.rank == 0:
             self._all_reached("gone")
@@ -221,7 +229,10 @@ class World:
             self._store.add("gone", 1)
 
     def _all_reached(self, point: str) -> bool:
-        """Meet through the store, which unlike a collective can be waited for with an end."""
+        """Meet the other ranks through the store. Return False if they do not all come in time.
+
+        Unlike a collective, waiting through the store can have a time limit.
+        """
         assert self._store is not None
         end = time.monotonic() + _PARTING_SECONDS
         arrived = self._store.add(point, 1)
@@ -231,35 +242,37 @@ class World:
         return arrived >= self.size
 
     def _wire(self, tensor: torch.Tensor) -> torch.device:
-        """Return where a tensor must lie to be sent."""
+        """Return the device that a tensor must be on to be sent."""
         return tensor.device if self._cpu_wire or tensor.device.type != "cpu" else self.device
 
 
 def mark_failed() -> None:
-    """This process ends because of an error: it shall not wait for the others when it exits."""
+    """Note that this process ends because of an error, so that it does not wait for the others when it exits."""
     global _failed
     _failed = True
 
 
 def has_failed() -> bool:
-    """Whether this process ends because of an error."""
+    """Return whether this process ends because of an error."""
+    # `sys.last_value` is set by Python when an uncaught exception ends the program.
     return _failed or getattr(sys, "last_value", None) is not None
 
 
 def close_current() -> None:
-    """Leave the world this process has joined, if any."""
+    """Leave the world that this process has joined, if any."""
     if _current is not None:
         _current.close()
 
 
 def has_joined() -> bool:
-    """Whether this process has met the others of its world, be it over or not."""
+    """Return whether this process has ever joined other ranks."""
     return _joined > 0
 
 
 def _join(
     place: Place, backend: str, device: torch.device, timeout: timedelta | float | None, join_timeout: float
 ) -> World:
+    """Meet the other ranks and open the process group, unless other code has opened one. Return the world."""
     import torch.distributed as dist
 
     global _current, _joined

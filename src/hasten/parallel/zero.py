@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each rank keeps the optimizer state of its share of the parameters, and steps only those."""
+"""ZeRO stage 1: each rank holds the optimizer state of its share of the parameters, and steps only those."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from hasten.parallel.world import World
 
 
 class ShardedStates:
-    """Shares one optimizer's work and state among the ranks, in place: the optimizer stays the script's own object.
+    """Shards one optimizer's work and state over the ranks, in place: the optimizer remains the script's own object.
 
-    Before its step, gradients of other ranks' parameters are taken away, so torch neither updates these nor makes
-    state for them; behind it, each rank sends what it updated. The result is that of the whole optimizer, to the bit,
-    for optimizers that treat each parameter by itself. (torch's ZeroRedundancyOptimizer is built in the optimizer's
-    place: schedulers, parameter groups and fused kernels of the one that `configure_optimizers` gave would be lost.)
+    Before each step, a hook removes the gradients of other ranks' parameters, so that torch neither updates these nor
+    creates state for them. After the step, each rank broadcasts the parameters it updated. The result is bitwise that
+    of the unsharded optimizer, for optimizers that treat each parameter separately. (torch's ZeroRedundancyOptimizer
+    would replace the optimizer that `configure_optimizers` returned, and lose its schedulers, parameter groups and
+    fused kernels.)
 
     Args:
-        optimizer: Of torch.optim; its gradients are the same on all ranks when it steps.
-        world: Of more than one rank.
+        optimizer: Optimizer of torch.optim; its gradients are the same on all ranks when it steps.
+        world: More than one rank.
 
     Raises:
-        HastenError: The optimizer looks at several parameters together.
+        HastenError: The optimizer computes across parameters, or is not one of torch's.
     """
 
     def __init__(self, optimizer: Any, world: World) -> None:
@@ -41,13 +42,13 @@ class ShardedStates:
         self.owner = self._shares()
         self._taken: list[tuple[Any, Any]] = []
         optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._behind)
+        optimizer.register_step_post_hook(self._after)
 
     def _parameters(self) -> list[Any]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _shares(self) -> list[int]:
-        """Return the rank that each parameter belongs to: the largest first, each to who has least so far."""
+        """Return the owning rank of each parameter: the largest first, each to the rank with the fewest elements."""
         parameters = self._parameters()
         owner = [0] * len(parameters)
         loads = [(0, rank) for rank in range(self._world.size)]
@@ -58,7 +59,7 @@ class ShardedStates:
         return owner
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Take the gradients of other ranks' parameters away: now, or behind the closure that makes them."""
+        """Step pre-hook: remove other ranks' gradients, now or after the closure that computes them."""
         self._taken = []
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
@@ -73,8 +74,13 @@ class ShardedStates:
         return args[:1], {**kwargs, "closure": closed}
 
     def _take(self, optimizer: Any) -> None:
+        """Set the gradients of other ranks' parameters to None, and store them until the step is done.
+
+        Raises:
+            HastenError: A parameter group was added after the first step.
+        """
         parameters = self._parameters()
-        if len(parameters) != len(self.owner):  # a group was added: a layer that is unfrozen late
+        if len(parameters) != len(self.owner):  # a group was added, for a layer that is unfrozen later, say
             if any(optimizer.state[p] for p in parameters if p in optimizer.state):
                 raise HastenError(
                     "shard_optimizer=True: a parameter group was added after the first step.",
@@ -89,8 +95,8 @@ class ShardedStates:
         for parameter, _ in self._taken:
             parameter.grad = None
 
-    def _behind(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Give the gradients back, and send what was updated: one message a rank and kind of number."""
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Step post-hook: restore the gradients, and broadcast updated parameters, one message per rank and dtype."""
         import torch.distributed as dist
 
         for parameter, gradient in self._taken:
@@ -109,7 +115,7 @@ class ShardedStates:
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer's state on rank 0, its own part elsewhere; a collective."""
+        """Return the whole optimizer state on rank 0, this rank's part elsewhere; a collective."""
         import torch.distributed as dist
 
         world, own = self._world, self._optimizer.state_dict()
@@ -128,25 +134,26 @@ class ShardedStates:
             own["state"] = dict(sorted(states.items()))
         return own  # type: ignore[no-any-return]
 
-    def _received(self, kept: Any, rank: int) -> Any:
+    def _received(self, value: Any, rank: int) -> Any:
+        """Return a state value of another rank; a tensor's values are received from it."""
         import torch.distributed as dist
 
-        if not isinstance(kept, torch.Tensor):
-            return kept
-        there = self._sent(torch.empty(kept.shape, dtype=kept.dtype))
-        dist.recv(there, rank)
-        return there.cpu()
+        if not isinstance(value, torch.Tensor):
+            return value
+        received = self._sent(torch.empty(value.shape, dtype=value.dtype))
+        dist.recv(received, rank)
+        return received.cpu()
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a state on the host, or where the ranks can send it from."""
+        """Return a tensor on a device that the ranks can send it from: the CPU, or with NCCL alone the GPU."""
         return tensor.detach().cpu().to(self._world._wire(torch.empty(0))).contiguous()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of a whole optimizer's state."""
-        own = {at: kept for at, kept in state["state"].items() if self.owner[at] == self._world.rank}
+        """Load this rank's part of a whole optimizer state."""
+        own = {at: value for at, value in state["state"].items() if self.owner[at] == self._world.rank}
         self._optimizer.load_state_dict({**state, "state": own})
 
 
 def _without_memory(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with what says only which tensors are sent behind it."""
+    """Return a parameter's state with its tensors on "meta": it announces which tensors are sent afterwards."""
     return {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in state.items()}

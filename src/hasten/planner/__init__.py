@@ -1,1 +1,1 @@
-"""A planner on paper: step time, memory and cost on N devices, by arithmetic from one device's evidence."""
+"""Predict step time, memory and cost of a training on N devices, by arithmetic from one device's evidence."""

@@ -1,4 +1,4 @@
-"""A training on N devices, on paper: each strategy's step, memory and cost, and what was assumed."""
+"""Predict a training on N devices: step time, memory and cost under each strategy, and the assumptions made."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ ALWAYS = (
     "to pack gradients (run, zero1) and to compress them takes no time: run and ddp-powersgd take more than is said",
     "a step is without validation and checkpoints, as it was measured",
 )
-"""What each plan assumes."""
+"""Assumptions of every plan."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer step on so many devices, under one strategy.
+    """An optimizer step on a number of devices, under one strategy. None: not known.
 
     Attributes:
-        devices: How many.
+        devices: Number of devices.
         strategy: One of `STRATEGIES`, or "measured": the evidence's own step.
-        step: Seconds.
-        exchange: Seconds that messages travel.
-        waits: Of these, what nothing else runs beside.
-        sent_bytes: That each device sends.
-        memory_bytes: Peak of a device; None: not known.
-        fits: Whether that is within the device's memory; None: one of both is not known.
-        efficiency: Samples per second beside so many times those of one device.
-        samples_per_second: Of all devices; None: not known.
-        seconds: For the samples that were asked for, in whole steps; None: not known.
-        cost: Of that, in the price's currency; None: not known.
+        step: Seconds of a step.
+        exchange: Seconds of communication in a step.
+        waits: Seconds of communication that do not overlap with computation.
+        sent_bytes: Bytes that each device sends in a step.
+        memory_bytes: Peak memory of a device.
+        fits: Whether the peak is within the device's memory.
+        efficiency: Samples per second, relative to as many times those of one device.
+        samples_per_second: Of all devices together.
+        seconds: Seconds for the requested number of samples, in whole steps.
+        cost: Cost of that time, in the price's currency.
     """
 
     devices: int
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """A plan for a cluster, its inputs and its assumptions."""
+    """A prediction for several numbers of devices, with its inputs and its assumptions."""
 
     job: Job
     network: Network
@@ -81,18 +81,18 @@ def plan(
     memory: int | None = None,
     price: float | None = None,
 ) -> ClusterPlan:
-    """Plan a training that was measured on one device on others.
+    """Predict how a training that was measured on one device would run on several.
 
     Args:
-        evidence: Of one device.
-        devices: How many, one number or several.
-        network: Between them.
-        given: What the evidence does not hold.
-        memory: Bytes of a device.
-        price: Of a device for an hour.
+        evidence: Evidence of a run on one device.
+        devices: Numbers of devices to predict for.
+        network: Network between the devices.
+        given: Values that the evidence lacks.
+        memory: Memory of a device in bytes.
+        price: Price of a device per hour.
 
     Raises:
-        HastenError: The evidence is not enough, or no number of devices can share the batch.
+        HastenError: The evidence does not suffice, or the batch cannot be divided among any of the numbers of devices.
     """
     job, assumed = job_of(evidence, given)
     rows = [_row(job, job, 1, MEASURED, _measured(job), memory, price)]
@@ -117,14 +117,27 @@ def plan(
 
 
 def _measured(job: Job) -> Cost:
+    """Return the cost of the measured step: one device, no communication."""
     return Cost(job.step, 0.0, 0.0, 0.0, job.parameters + job.gradients + job.states)
 
 
 def _row(one: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: int | None, price: float | None) -> Row:
+    """Return a row of the plan.
+
+    Args:
+        one: The job on one device.
+        share: The job of each of the devices; `one` itself under weak scaling.
+        devices: Number of devices.
+        strategy: Name of the strategy.
+        cost: Cost of a step.
+        memory: Memory of a device in bytes.
+        price: Price of a device per hour.
+    """
     peak = None if share.beside is None else cost.held + share.beside
     if strategy == MEASURED:
         peak = one.peak
-    # Shares that do not come out even: the step takes the batch's samples, not devices times the largest share.
+    # When devices share a batch, a step takes the batch's samples, also if the shares are uneven: not the number of
+    # devices times the largest share.
     many = 1 if share is not one else devices
     samples = one.batch_size * one.batches * many if one.batch_size else None
     rate = samples / cost.step if samples else None
@@ -156,7 +169,7 @@ def _why(strategy: str) -> str:
 
 
 def _further(job: Job, given: Given) -> list[str]:
-    """Return what is assumed of this job in particular."""
+    """Return the assumptions that are specific to this job."""
     lines = []
     if given.batch == "global":
         lines.append("a share of a batch takes its share of the time to load, copy and compute: small ones take more")
@@ -173,7 +186,7 @@ def _further(job: Job, given: Given) -> list[str]:
 
 
 def as_json(found: ClusterPlan, source: str) -> dict[str, Any]:
-    """Return plain data, for a file. Times are seconds, sizes bytes; null: not known.
+    """Return a plan as plain data, for a JSON file. Times are in seconds, sizes in bytes; null: not known.
 
     Args:
         found: The plan.

@@ -1,4 +1,4 @@
-"""The step on one device, as a run's evidence has it: what it takes, what it holds, and what had to be assumed."""
+"""Read a training step on one device from a run's evidence: its times, its memory, and the assumptions made."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _KEEPS = {
     "Rprop": 2,
     "SGD": 0,
 }
-"""Numbers that torch's optimizers keep for each parameter, as they are built without options."""
+"""Numbers that torch's optimizers store per parameter, with default options."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Values that a person gives beside the evidence; None: as the evidence has it.
+    """Values that the user gives in addition to the evidence; None: taken from the evidence.
 
     Attributes:
-        batch: "per-device" (each device computes the measured batch: weak scaling) or "global" (all share it: strong).
-        batch_size: Samples of a measured batch.
-        state: Bytes that the optimizer keeps for each parameter.
-        activations: Bytes that a step holds beside parameters, gradients and optimizer state.
-        units: FSDP's units: the blocks, and one for the rest.
-        samples: How many samples time and cost are for; None: one pass over the training data.
+        batch: "per-device" (each device computes the measured batch: weak scaling) or "global" (the devices share it:
+            strong scaling).
+        batch_size: Number of samples in a measured batch.
+        state: Bytes that the optimizer stores per parameter.
+        activations: Bytes that a step needs in addition to parameters, gradients and optimizer state.
+        units: Number of FSDP's units: the blocks, and one for the rest.
+        samples: Number of samples to predict time and cost for; None: one pass over the training data.
     """
 
     batch: str = "per-device"
@@ -51,23 +52,23 @@ class Given:
 
 @dataclass(frozen=True)
 class Job:
-    """One optimizer step on one device. Times are seconds, sizes bytes.
+    """One optimizer step on one device. Times are in seconds, sizes in bytes; None: not known.
 
     Attributes:
-        data, transfer, forward, backward, other: Of one batch, the mean of the steady ones.
-        optimizer: Of the whole step.
-        batches: Batches a step: more than 1 where gradients are accumulated.
-        parameters: All of the trained models.
-        gradients: Of those that are trained.
-        states: The optimizer's.
-        beside: Peak memory without these three: activations, input, libraries; None: not known.
-        peak: Memory that was measured; None: not known.
-        number: Bytes of one number of parameters and gradients.
-        shapes: Of the trained parameters, in the model's order; empty: not known.
-        units: FSDP's; None: not known.
-        batch_size: Samples of a batch; None: not known.
-        samples: That time and cost are for; None: not known.
-        on_gpu: Memory is a GPU's.
+        data, transfer, forward, backward, other: Times of one batch, the means over steady batches.
+        optimizer: Time of the optimizer in the whole step.
+        batches: Batches per step; more than 1 if gradients are accumulated.
+        parameters: Size of all parameters of the trained models.
+        gradients: Size of the gradients, of trained parameters only.
+        states: Size of the optimizer state.
+        beside: Peak memory without these three: activations, inputs, libraries.
+        peak: Measured peak memory.
+        number: Size of one number of parameters and gradients.
+        shapes: Shapes of the trained parameters, in the model's order; empty if not known.
+        units: Number of FSDP's units.
+        batch_size: Number of samples in a batch.
+        samples: Number of samples to predict time and cost for.
+        on_gpu: Whether the memory is a GPU's.
     """
 
     data: float
@@ -91,21 +92,24 @@ class Job:
 
     @property
     def step(self) -> float:
-        """Seconds of an optimizer step."""
+        """Seconds of an optimizer step, with all its batches."""
         return self.batches * (self.data + self.transfer + self.forward + self.backward + self.other) + self.optimizer
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each gradient, the model's last parameter first, as they become ready; one where none is known."""
+        """Bytes of each gradient, in the order they become ready: the last parameter's first.
+
+        A single entry if the shapes are not known.
+        """
         if not self.shapes:
             return [self.gradients]
         return [math.prod(shape) * self.number for shape in reversed(self.shapes)]
 
     def shared(self, ranks: int) -> Job:
-        """Return the job of one of so many devices which share each batch, as even as whole samples allow.
+        """Return the job of the device with the largest share, if `ranks` devices share each batch.
 
         Raises:
-            HastenError: There are more devices than samples.
+            HastenError: There are more devices than samples in a batch.
         """
         share = 1 / ranks
         if self.batch_size is not None:
@@ -120,10 +124,11 @@ class Job:
 
 
 def job_of(evidence: Evidence, given: Given) -> tuple[Job, list[str]]:
-    """Return the step that a run measured, and what was assumed for it, in words.
+    """Return the step that a run measured, and the assumptions made for it, in words.
 
     Raises:
-        HastenError: The evidence has no steady step, is of several processes, or lacks what no one can assume.
+        HastenError: The evidence has no steady step, is of several processes, or lacks something that cannot be
+            assumed.
     """
     _refuse(evidence)
     assumed: list[str] = []
@@ -165,6 +170,7 @@ def job_of(evidence: Evidence, given: Given) -> tuple[Job, list[str]]:
 
 
 def _refuse(evidence: Evidence) -> None:
+    """Raise a HastenError for evidence that no plan can be made from."""
     if evidence.flags.distributed > 1:
         raise HastenError(
             f"the evidence is of a run on {evidence.flags.distributed} processes",
@@ -177,12 +183,13 @@ def _refuse(evidence: Evidence) -> None:
 
 
 def _trained(evidence: Evidence) -> list[ModelFacts]:
+    """Return the models that were trained in the run."""
     used = [model for model in evidence.models if model.train_calls or model.backward_through_eval]
     return [model for model in used if model.trained_parameters]
 
 
 def _parameters(evidence: Evidence, assumed: list[str]) -> tuple[int, int, int]:
-    """Return how many parameters there are, how many of them are trained, and the bytes of one."""
+    """Return the numbers of all and of trained parameters, and the bytes of one. Append assumptions to `assumed`."""
     models = _trained(evidence)
     if not models:
         count = sum(math.prod(shape) for optimizer in evidence.optimizers for shape in optimizer.shapes)
@@ -203,7 +210,7 @@ def _parameters(evidence: Evidence, assumed: list[str]) -> tuple[int, int, int]:
 
 
 def _batches(evidence: Evidence, assumed: list[str]) -> int:
-    """Return how many batches an optimizer step takes."""
+    """Return the number of batches per optimizer step."""
     steps = max((optimizer.steps for optimizer in evidence.optimizers), default=0)
     if evidence.step_of != "batch":
         assumed.append("one backward a step: what the evidence counts are optimizer steps")
@@ -215,10 +222,10 @@ def _batches(evidence: Evidence, assumed: list[str]) -> int:
 
 
 def _states(evidence: Evidence, given: Given, trained: int, number: int) -> int:
-    """Return the bytes that the optimizers keep.
+    """Return the size of the optimizer state in bytes.
 
     Raises:
-        HastenError: One is not known, and nobody said what it keeps.
+        HastenError: An optimizer is not known, and the user did not give its size.
     """
     if given.state is not None:
         return round(trained * given.state)
@@ -230,10 +237,10 @@ def _states(evidence: Evidence, given: Given, trained: int, number: int) -> int:
 
 
 def numbers_kept(optimizer: OptimizerFacts) -> int:
-    """Return how many numbers an optimizer keeps for each parameter, such as Adam's two averages.
+    """Return how many numbers an optimizer stores per parameter: 2 for Adam's two averages.
 
     Raises:
-        HastenError: It is not known.
+        HastenError: The optimizer is not known.
     """
     if optimizer.name not in _KEEPS:
         raise HastenError(
@@ -247,7 +254,7 @@ def numbers_kept(optimizer: OptimizerFacts) -> int:
 
 
 def _beside(given: Given, peak: int | None, held: int, assumed: list[str]) -> int | None:
-    """Return what a step holds beside parameters, gradients and optimizer state."""
+    """Return the bytes that a step needs in addition to parameters, gradients and optimizer state (`held`)."""
     if given.activations is not None:
         return given.activations
     if peak is None:
@@ -258,7 +265,7 @@ def _beside(given: Given, peak: int | None, held: int, assumed: list[str]) -> in
 
 
 def _samples(evidence: Evidence, given: Given) -> tuple[int | None, int | None]:
-    """Return the samples of a batch, and those that time and cost are for."""
+    """Return the number of samples in a batch, and the number to predict time and cost for."""
     loader = evidence.train_loader
     size = given.batch_size or (loader.batch_size if loader else None)
     if given.samples is not None or loader is None:
@@ -269,9 +276,9 @@ def _samples(evidence: Evidence, given: Given) -> tuple[int | None, int | None]:
 
 
 def _units(layers: tuple[Layer, ...]) -> int | None:
-    """Return FSDP's units by the layers' paths: entries of lists with layers inside, and one for the rest.
+    """Return the number of FSDP's units from the layers' paths: list entries that contain layers, and one for the rest.
 
-    "blocks.0.attention" and "blocks.1.attention" are two entries of `blocks`.
+    "blocks.0.attention" and "blocks.1.attention" are in two entries of `blocks`. Returns None if there are no layers.
     """
     if not layers:
         return None
@@ -281,4 +288,4 @@ def _units(layers: tuple[Layer, ...]) -> int | None:
         place = next((at for at, part in enumerate(parts[:-1]) if part.isdigit()), None)
         if place is not None:
             entries.setdefault(".".join(parts[:place]), set()).add(parts[place])
-    return 1 + sum(len(found) for found in entries.values() if len(found) > 1)
+    return 1 + sum(len(indices) for indices in entries.values() if len(indices) > 1)

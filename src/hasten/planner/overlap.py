@@ -1,4 +1,4 @@
-"""How much of an exchange the step waits for: buckets beside the backward, units beside forward and backward."""
+"""Predict the exposed part of communication: DDP's buckets overlap with the backward, FSDP's units with both passes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 FIRST_BUCKET = 1 << 20
 BUCKET = 25 << 20
-"""Bytes of DistributedDataParallel's buckets: the first, and the others (`bucket_cap_mb`)."""
+"""Bytes of DistributedDataParallel's buckets: of the first, and of the others (`bucket_cap_mb`)."""
 RUN_BUCKET = 1 << 25
-"""Bytes that `hasten run --devices` sends in one piece."""
+"""Bytes per all-reduce under `hasten run --devices`."""
 
 
 def buckets(sizes: Iterable[int], first: int, others: int) -> list[list[int]]:
-    """Return which gradients travel together, by their places in `sizes`: a bucket ends with what fills it.
+    """Return the buckets, as lists of indices into `sizes`. A bucket ends with the gradient that fills it.
 
     Args:
-        sizes: Bytes of the gradients in the order in which they become ready.
+        sizes: Bytes of the gradients, in the order they become ready.
         first: Bytes that fill the first bucket.
         others: Bytes that fill each of the others.
     """
@@ -33,15 +33,15 @@ def buckets(sizes: Iterable[int], first: int, others: int) -> list[list[int]]:
 
 
 def behind_backward(sizes: Sequence[float], seconds: Callable[[float], float], backward: float) -> float:
-    """Return the seconds that buckets still travel when the backward is over.
+    """Return the seconds that the exchange of buckets lasts beyond the end of the backward.
 
-    A bucket may go when its gradients are ready, and goes when the one before has arrived (Li et al. 2020, PyTorch
-    Distributed: Experiences on Accelerating Data Parallel Training). Gradients become ready in proportion to their
-    bytes.
+    A bucket is sent once its gradients are ready and the bucket before has been exchanged (Li et al. 2020, PyTorch
+    Distributed: Experiences on Accelerating Data Parallel Training). Gradients are assumed to become ready in
+    proportion to their bytes.
 
     Args:
-        sizes: Bytes of the buckets, in their order.
-        seconds: How long a bucket of so many bytes travels.
+        sizes: Bytes of the buckets, in order.
+        seconds: Function that returns the seconds to exchange a bucket of a given size.
         backward: Seconds of the backward.
     """
     total, done, free = sum(sizes), 0.0, 0.0
@@ -53,30 +53,31 @@ def behind_backward(sizes: Sequence[float], seconds: Callable[[float], float], b
 
 
 def unit_forward(units: int, forward: float, gather: float) -> float:
-    """Return the seconds of a forward in equal units, each gathered while the one before it computes.
+    """Return the seconds of a forward in equal units, each gathered while the unit before computes.
 
-    As FSDP does (Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel): only the first
-    gather, and what is longer than a unit's computing, is waited for.
+    As in FSDP (Zhao et al. 2023, PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel), the forward waits
+    for the first gather, and for the time by which further gathers are longer than a unit's computation.
 
     Args:
-        units: How many.
+        units: Number of units.
         forward: Seconds of the whole forward.
-        gather: Seconds in which one unit is gathered.
+        gather: Seconds to gather one unit.
     """
     own = forward / units
     return gather + (units - 1) * max(own, gather) + own
 
 
 def unit_backward(units: int, backward: float, gather: float, reduce: float) -> float:
-    """Return the seconds of a backward in equal units: the next one is gathered, the last one's gradients are reduced.
+    """Return the seconds of a backward in equal units.
 
-    Both use the same network, one after the other. The first unit is the root, which has stayed whole.
+    While a unit computes, the next one is gathered and the gradients of the one before are reduced, one after the other
+    on the same network. The first unit is the root, which has remained gathered.
 
     Args:
-        units: How many.
+        units: Number of units.
         backward: Seconds of the whole backward.
-        gather: Seconds in which one unit is gathered.
-        reduce: Seconds in which its gradients are; 0 while they are only accumulated.
+        gather: Seconds to gather one unit.
+        reduce: Seconds to reduce one unit's gradients; 0 while they are only accumulated.
     """
     own = backward / units
     if units == 1:
@@ -85,9 +86,10 @@ def unit_backward(units: int, backward: float, gather: float, reduce: float) -> 
 
 
 def loads(numels: Iterable[int], ranks: int) -> list[int]:
-    """Return how many numbers each rank owns where whole tensors are shared out: the largest first, to who has least.
+    """Return the number of elements each rank owns if whole tensors are distributed, the largest first.
 
-    As `hasten.parallel.zero` does; a tensor is not cut, so one that is large bounds what sharing brings.
+    Each goes to the rank with the fewest elements, as in `hasten.parallel.zero`. Tensors are not cut, so a single large
+    one limits the gain.
     """
     owned = [(0, rank) for rank in range(ranks)]
     for numel in sorted(numels, reverse=True):

@@ -1,4 +1,4 @@
-"""The cost of a step under each strategy: seconds, waiting, bytes sent, memory. Plain arithmetic."""
+"""Predict the cost of a step under each strategy: seconds, exposed communication, bytes sent, memory."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hasten.planner.overlap import (
 )
 
 _POWERSGD_RANK = 2  # DDPStrategy's default
-_MEETING = 88  # bytes of hasten.parallel.meeting's message
+_MEETING = 88  # bytes of the message in hasten.parallel.meeting
 
 
 @dataclass(frozen=True)
 class Cost:
-    """An optimizer step of one of several devices.
+    """Cost of an optimizer step on one of several devices.
 
     Attributes:
-        step: Seconds.
-        exchange: Seconds that messages travel.
-        waits: Of these, what nothing else runs beside.
+        step: Seconds of the step.
+        exchange: Seconds of communication.
+        waits: Seconds of communication that do not overlap with computation.
         sent: Bytes that each device sends.
-        held: Bytes of parameters, gradients, optimizer state and what the exchange needs; without activations.
+        held: Bytes of parameters, gradients, optimizer state and communication buffers, without activations.
     """
 
     step: float
@@ -43,9 +43,9 @@ class Cost:
 
 
 def after_backward(job: Job, ranks: int, network: Network) -> Cost:
-    """`hasten run --devices`: whole gradients, sent when a backward is over, behind a message in which ranks meet.
+    """Return the cost under `hasten run --devices`: after each backward, a small message, then all gradients.
 
-    Accumulated gradients are sent after each backward, not once a step.
+    Accumulated gradients are sent after each backward, not once per step.
     """
     sizes = _sums(job, RUN_BUCKET, RUN_BUCKET)
     exchange = job.batches * sum(all_reduce(size, ranks, network) for size in (_MEETING, *sizes))
@@ -54,19 +54,20 @@ def after_backward(job: Job, ranks: int, network: Network) -> Cost:
 
 
 def ddp(job: Job, ranks: int, network: Network) -> Cost:
-    """DistributedDataParallel: buckets are sent while the backward goes on (Li et al. 2020)."""
+    """Return the cost under DistributedDataParallel: buckets are sent during the backward (Li et al. 2020)."""
     return _ddp(job, ranks, network, 1.0)
 
 
 def ddp_16_bits(job: Job, ranks: int, network: Network) -> Cost | None:
-    """DDP with `gradient_compression="bf16"` or "fp16": half the bytes, a copy of them; None where they have 16 bits.
+    """Return the cost under DDP with `gradient_compression="bf16"` or "fp16": half the bytes, and a copy of them.
 
-    The time of the two conversions is left out.
+    The time of the two conversions is not modeled. None if gradients are in 16 bits already.
     """
     return _ddp(job, ranks, network, 2 / job.number) if job.number > 2 else None
 
 
 def _ddp(job: Job, ranks: int, network: Network, part: float) -> Cost:
+    """Return the cost under DDP if gradients are sent in `part` of their bytes."""
     sizes = [size * part for size in _sums(job, FIRST_BUCKET, BUCKET)]
     exchange = sum(all_reduce(size, ranks, network) for size in sizes)
     waits = behind_backward(sizes, lambda size: all_reduce(size, ranks, network), job.backward)
@@ -76,10 +77,10 @@ def _ddp(job: Job, ranks: int, network: Network, part: float) -> Cost:
 
 
 def powersgd(job: Job, ranks: int, network: Network) -> Cost | None:
-    """DDP with `gradient_compression="powersgd"`: two thin matrices for each one (Vogels et al. 2019).
+    """Return the cost under DDP with `gradient_compression="powersgd"`: two thin matrices per one (Vogels et al. 2019).
 
-    Each bucket is waited for. The time to make the matrices is left out, so this is the least it takes. None where the
-    shapes are not known.
+    Nothing overlaps: the step waits for each bucket. The time to compute the matrices is not modeled, so this is a
+    lower bound. None if the shapes are not known.
     """
     if not job.shapes:
         return None
@@ -97,15 +98,15 @@ def powersgd(job: Job, ranks: int, network: Network) -> Cost | None:
                 left, right, wide = left + _POWERSGD_RANK * rows, right + _POWERSGD_RANK * columns, wide + numel
         exchange += sum(all_reduce(4 * part, ranks, network) for part in (left, right))
         numbers += left + right
-    held = job.parameters + job.gradients + job.states + 4 * wide  # what was lost is kept in float32
+    held = job.parameters + job.gradients + job.states + 4 * wide  # PowerSGD stores the errors in float32
     return Cost(job.step + exchange, exchange, exchange, ring_bytes(4 * numbers, ranks), held)
 
 
 def zero1(job: Job, ranks: int, network: Network) -> Cost:
-    """DDP with `shard_optimizer=True`: ZeRO stage 1 (Rajbhandari et al. 2020), as `hasten.parallel.zero` does it.
+    """Return the cost under DDP with `shard_optimizer=True`: ZeRO stage 1 (Rajbhandari et al. 2020).
 
-    Each device steps the parameters that it owns and broadcasts them, one after the other. What devices pass on for
-    others is not in `sent`.
+    As in `hasten.parallel.zero`, each device steps the parameters that it owns; then the devices broadcast theirs, one
+    after another. Bytes that a device forwards within another's broadcast are not in `sent`.
     """
     plain = ddp(job, ranks, network)
     total = job.gradients // job.number
@@ -118,9 +119,10 @@ def zero1(job: Job, ranks: int, network: Network) -> Cost:
 
 
 def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
-    """torch's `fully_shard` (Zhao et al. 2023): all is shared, units are gathered while others compute.
+    """Return the cost under torch's `fully_shard` (Zhao et al. 2023): units are gathered while others compute.
 
-    Units are taken to be equal. The root's stays whole between forward and backward. None where nobody knows the units.
+    Units are assumed to be equal. The root unit remains gathered between forward and backward. None if the number of
+    units is not known.
     """
     if job.units is None:
         return None
@@ -135,16 +137,17 @@ def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
     gathers = job.batches * (2 * units - 1)
     share = (ranks - 1) / ranks
     sent = share * (gathers * job.parameters / units + job.gradients / job.number * wide)
-    # The root, and the unit that computes beside the next one; gradients of one unit beside those on their way.
-    whole = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
-    kept = job.gradients if job.batches > 1 else job.gradients / ranks  # whole while they are accumulated
-    held = math.ceil((job.parameters + job.states) / ranks + kept + whole)
+    # Gathered at once: the root, the unit that computes, and the next one. Unsharded gradients at once: of one unit,
+    # and of the one that is being reduced.
+    gathered = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
+    accumulated = job.gradients if job.batches > 1 else job.gradients / ranks  # unsharded while they are accumulated
+    held = math.ceil((job.parameters + job.states) / ranks + accumulated + gathered)
     step = job.step + waits - job.optimizer * share
     return Cost(step, gathers * gather + units * reduce, waits, sent, held)
 
 
 def _sums(job: Job, first: int, others: int) -> list[float]:
-    """Return the bytes of the buckets; even ones where the shapes are not known."""
+    """Return the bytes of each bucket; of equal size, after the first, if the shapes are not known."""
     sizes = job.sizes
     if job.shapes:
         return [float(sum(sizes[place] for place in bucket)) for bucket in buckets(sizes, first, others)]

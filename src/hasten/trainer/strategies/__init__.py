@@ -1,4 +1,4 @@
-"""Strategies of the Trainer: on which processes it runs, what they exchange, and what each of them holds."""
+"""Strategies of the Trainer: how many processes train, what they exchange, and which part of the model each holds."""
 
 from hasten.trainer.strategies.base import Strategy
 from hasten.trainer.strategies.ddp import DDPStrategy

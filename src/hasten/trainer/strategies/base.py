@@ -1,4 +1,4 @@
-"""Strategy: on which processes a training runs, what they exchange, and what each of them holds."""
+"""Base class of strategies: which processes a training runs on, what they exchange, and what each of them holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ Forward = Callable[..., Any]
 
 
 def check_timeout(kind: str, timeout: Any) -> None:
-    """Raise for a time-out that is no time.
+    """Check the option `timeout` of a strategy.
+
+    Args:
+        kind: Class name of the strategy, for the error message.
+        timeout: Value of the option.
 
     Raises:
         HastenError: It is neither a number of seconds above 0, nor a timedelta, nor None.
@@ -33,10 +37,17 @@ def check_timeout(kind: str, timeout: Any) -> None:
 
 
 def check_number(kind: str, name: str, value: Any, least: int, or_none: bool = False) -> None:
-    """Raise for a number of things that is none, or too small.
+    """Check an integer option of a strategy.
+
+    Args:
+        kind: Class name of the strategy, for the error message.
+        name: Name of the option.
+        value: Value of the option.
+        least: Smallest allowed value.
+        or_none: Whether None is allowed.
 
     Raises:
-        HastenError: It is neither a whole number of at least `least`, nor None where that may be.
+        HastenError: It is neither a whole number of at least `least`, nor an allowed None.
     """
     if not (value is None and or_none) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         wanted = f"a whole number of at least {least}{', or None' if or_none else ''}"
@@ -44,20 +55,20 @@ def check_number(kind: str, name: str, value: Any, least: int, or_none: bool = F
 
 
 class Strategy:
-    """One process, which exchanges nothing with others.
+    """Base class of strategies. As it is: one process, which exchanges nothing with others.
 
-    What a strategy overrides, the Trainer calls once at set-up, at checkpoints, or as the step itself; what it leaves
-    alone costs nothing.
+    The Trainer calls the methods at set-up, at checkpoints, or as the step itself; a method that a strategy does not
+    override costs nothing.
 
     Attributes:
-        name: As the flag `strategy` has it.
-        collective: What `hasten.parallel.open_world` is asked for.
-        starts_here: How processes are started from this one, in `fit` itself ("ddp_fork", ...); "" where they are
-            not: a launcher, or the script run again, makes them.
-        label: What it is called in a profile.
-        timeout: Seconds that a process waits for the others where they meet; None: torch's default.
+        name: Name as in the flag `strategy`.
+        collective: The argument `strategy` of `hasten.parallel.open_world`.
+        starts_here: How `fit` starts processes from this one ("ddp_fork", ...); "" if a launcher starts them, or the
+            script is run again.
+        label: Name in a profile.
+        timeout: Seconds that a process waits for the others in a collective; None: torch's default.
         inference_mode: Whether evaluations may run under `torch.inference_mode`.
-        copies: How many neighboring processes work on one and the same batch.
+        copies: Number of neighboring processes that compute one batch together.
         differentiates: Whether `training_step` also runs the backward.
     """
 
@@ -71,110 +82,110 @@ class Strategy:
     differentiates = False
 
     def within(self, world: World) -> Strategy:
-        """Return what to do in a world that is open: where several processes are, they must exchange gradients."""
+        """Return the strategy to use in this world. Strategies of several processes return another object for it."""
         return self
 
     def check(self, techniques: Mapping[str, Setting], plan: Any = None) -> None:
-        """Raise for techniques that cannot work beside it.
+        """Raise a HastenError for techniques that cannot be combined with this strategy.
 
         Args:
-            techniques: Those that are installed, with their settings.
-            plan: The flag `plan`.
+            techniques: Installed techniques, with their settings.
+            plan: Value of the flag `plan`.
         """
 
     def shares(self, world: World) -> World:
-        """Return who shares out samples: the ranks, or groups of those that work on one batch."""
+        """Return the world to split samples by: of the ranks, or of the groups that compute one batch together."""
         return world.in_groups(self.copies)
 
     # -- set-up ----------------------------------------------------------------------------------------
 
     def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Bring a module to its device."""
+        """Move a module to its device."""
         model.to(device)
 
     def prepare(self, model: Any, world: World, precision: Precision) -> None:
-        """Change a module that is about to be run, in its precision; no optimizer knows its parameters yet."""
+        """Change a module before it runs, in its final precision and before its optimizers are built."""
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """The optimizers were built."""
+        """Change or check the optimizers, after they were built."""
 
     def wrap(self, model: Any, world: World) -> None:
-        """Make a model, which lies on its device, ready for training."""
+        """Prepare a model for training, once it is on its device."""
 
     # -- the step --------------------------------------------------------------------------------------
 
     def training_step(self, method: Forward) -> Forward:
-        """Return the module's `training_step` as it is to be called where the Trainer optimizes."""
+        """Return the function to call as `training_step` under automatic optimization."""
         return method
 
     def manual_step(self, method: Forward) -> Forward:
-        """Return the module's `training_step` as it is to be called where the module optimizes."""
+        """Return the function to call as `training_step` under manual optimization."""
         return method
 
     def evaluation_step(self, method: Forward) -> Forward:
-        """Return a step of validation, test or prediction as it is to be called."""
+        """Return the function to call as a step of validation, test or prediction."""
         return method
 
     def syncing(self) -> Callable[[bool], None] | None:
-        """Return what says before a step whether its gradients are exchanged; None where that is never asked."""
+        """Return a function that turns gradient exchange on or off before a step; None if there is no exchange."""
         return None
 
     def exchange(self, tries: bool) -> Exchange | None:
-        """Return what a step that runs in parts exchanges with other processes; None where there are none.
+        """Return the exchange of a step that runs in parts (microbatches); None if there are no other processes.
 
         Args:
-            tries: Whether a process may fail in a part, and all of them do the step again.
+            tries: Whether a process may fail in a part, after which all of them repeat the step.
 
         Raises:
-            HastenError: Steps cannot run in parts, or not again.
+            HastenError: The strategy cannot run a step in parts, or cannot repeat it.
         """
         return None
 
     def before_backward(self, loss: Any) -> None:
-        """The module is about to differentiate by hand."""
+        """Prepare for a backward under manual optimization."""
 
     def check_exchange(self) -> Callable[[], None] | None:
-        """Return what raises before a step whose gradients were not exchanged; None where they always are."""
+        """Return a function that raises if a step's gradients were not exchanged; None if they always are."""
         return None
 
     def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
-        """Clip an optimizer's gradients, by the norm over all of them or value by value."""
+        """Clip an optimizer's gradients by their total norm, or elementwise."""
         clip(optimizer, value, algorithm)
 
     # -- checkpoints: each is called on all ranks --------------------------------------------------------
 
     def whole(self, state: Any, keep: bool) -> Any:
-        """Return a state with what the ranks share among them put together, where `keep` is true."""
+        """Return a state with its sharded tensors gathered, on ranks where `keep` is true."""
         return state
 
     def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
-        """Return the whole state of an optimizer, as one process would have it, where `keep` is true."""
+        """Return an optimizer's whole state, as one process would have it, on ranks where `keep` is true."""
         return optimizer.state_dict()  # type: ignore[no-any-return]
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give an optimizer its state from a whole one."""
+        """Load an optimizer's state from a whole one."""
         optimizer.load_state_dict(state)
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Give a module its weights from whole ones."""
+        """Load a module's weights from whole ones."""
         model.load_state_dict(state, strict=strict)
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the gradients that an accumulation window has gathered so far, by the parameters' names."""
+        """Return the gradients accumulated so far in an accumulation window, by parameter name."""
         return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it keeps from step to step, for a checkpoint."""
+        """Return the strategy's own state that a checkpoint needs; {} for most."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what another of its kind kept; {} where a training went without."""
+        """Restore a state that `state_dict` returned; {} if the checkpoint has none."""
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return what an error of torch's means to a person; None where it speaks for itself."""
+        """Return an error that explains one of torch's, with a fix; None if there is nothing to explain."""
         return None
 
     def release(self) -> None:
-        """The training is over."""
+        """Release the model and what was installed, at the end of a training."""

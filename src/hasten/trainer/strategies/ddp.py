@@ -1,4 +1,4 @@
-"""DDP: each process has the whole model and a part of each batch; gradients are averaged while the backward runs."""
+"""DDP: each process has the whole model and a share of each batch; gradients are averaged while the backward runs."""
 
 from __future__ import annotations
 
@@ -18,35 +18,36 @@ from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.strategies.base import Forward, Strategy, check_number, check_timeout
 
 STARTS = ("ddp_fork", "ddp_notebook", "ddp_spawn")
-"""Strategies that start processes from this one."""
+"""Strategy names under which `fit` starts processes from this one."""
 
 
 @dataclass
 class DDPStrategy(Strategy):
-    """Several processes by torch's DistributedDataParallel; on one process it does nothing.
+    """Train in several processes by torch's DistributedDataParallel; does nothing in one process.
 
-    Gradients are averaged while the backward runs, once in an accumulation window.
+    Gradients are averaged while the backward runs, once per accumulation window.
 
     Args:
-        find_unused_parameters: Some parameters take no part in some steps; costs a walk of the graph each step.
-        static_graph: Each step uses the same parameters in the same way; allows reentrant checkpointing.
-        gradient_as_bucket_view: Gradients live in the buffers that are sent: saves their memory once.
+        find_unused_parameters: Allow steps in which some parameters take no part; costs a traversal of the graph in
+            each step.
+        static_graph: Promise that each step uses the same parameters in the same way; allows reentrant checkpointing.
+        gradient_as_bucket_view: Store gradients in the buffers that are sent: saves one copy of them.
         bucket_cap_mb: Size of those buffers, in MiB; None: torch's 25.
-        gradient_compression: "bf16" or "fp16": half the bytes; "powersgd": far fewer, and another path of training
-            (see `hasten.parallel.compression`). None: none.
+        gradient_compression: "bf16" or "fp16": half the bytes; "powersgd": far fewer bytes, but another optimization
+            path (see `hasten.parallel.compression`). None: no compression.
         powersgd_rank: Columns of PowerSGD's matrices.
         powersgd_start: Optimizer steps before PowerSGD begins.
-        shard_optimizer: ZeRO stage 1: each process keeps the optimizer state of its share of the parameters, and
-            sends what it updated. The result is the same.
-        ddp_comm_hook: A communication hook of torch's in place of `gradient_compression`.
-        ddp_comm_state: What that hook gets.
-        timeout: Seconds, or a timedelta, that a process waits for the others where they meet: bounds a hang of one of
+        shard_optimizer: ZeRO stage 1: each process holds the optimizer state of its share of the parameters, and
+            broadcasts the parameters it updated. The result is the same.
+        ddp_comm_hook: Communication hook of torch's, in place of `gradient_compression`.
+        ddp_comm_state: State that the hook receives.
+        timeout: Seconds, or a timedelta, that a process waits for the others in a collective: bounds a hang of one of
             them. None: torch's default, 30 minutes over gloo and 10 over NCCL.
-        start: "ddp_fork", "ddp_notebook" or "ddp_spawn": processes are started within `fit`; "ddp": the script is run
-            again, or a launcher has started it several times.
+        start: "ddp_fork", "ddp_notebook" or "ddp_spawn": `fit` starts the processes; "ddp": the script is run again for
+            each process, or a launcher has started it several times.
 
     Raises:
-        HastenError: An option is out of its range, or two contradict each other.
+        HastenError: An option is out of its range, or two options contradict each other.
     """
 
     find_unused_parameters: bool = False
@@ -84,20 +85,20 @@ class DDPStrategy(Strategy):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """As the flag has it."""
+        """Name as in the flag `strategy`."""
         return self.start + ("_find_unused_parameters_true" if self.find_unused_parameters else "")
 
     @property
     def starts_here(self) -> str:  # type: ignore[override]
-        """How processes are started within `fit`; "" where they are not."""
+        """How `fit` starts processes; "" if it does not."""
         return "" if self.start == "ddp" else self.start
 
     def within(self, world: World) -> Strategy:
-        """Return the strategy at work; alone, nothing is exchanged."""
+        """Return the strategy for several processes; itself, which exchanges nothing, for one."""
         return self if world.size == 1 else DDP(self)
 
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
-        """Refuse fp16 gradients that a loss scaler has made large."""
+        """Refuse loss scaling together with gradients in fp16, which would overflow, or with PowerSGD."""
         if self.gradient_compression == "fp16" and techniques.get("precision") == "16-mixed":
             raise ContradictionError(
                 'gradient_compression="fp16" beside precision="16-mixed": gradients that the scaler made large overflow'
@@ -112,17 +113,21 @@ class DDPStrategy(Strategy):
             )
 
     def options(self) -> dict[str, Any]:
-        """Return the options that DistributedDataParallel takes."""
+        """Return the options for DistributedDataParallel."""
         names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def __repr__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"DDPStrategy({', '.join(given)})"
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"DDPStrategy({', '.join(changed)})"
 
 
 class DDP(Strategy):
-    """DDPStrategy where several processes are."""
+    """DDPStrategy at work in several processes.
+
+    Args:
+        given: The strategy with its options.
+    """
 
     collective = "ddp"
     label = "DDP"
@@ -136,13 +141,13 @@ class DDP(Strategy):
         self._sharded: dict[int, ShardedStates] = {}
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """Share the optimizers' states, if asked to."""
+        """Shard the optimizers' states, if `shard_optimizer` is set."""
         self._world = world
         if self.given.shard_optimizer:
             self._sharded = {id(optimizer): ShardedStates(optimizer, world) for optimizer in optimizers}
 
     def wrap(self, model: Any, world: World) -> None:
-        """Give rank 0's parameters to all, and listen to the gradients."""
+        """Wrap the model in DDP, which broadcasts rank 0's parameters, and install gradient compression."""
         given, self._world = self.given, world
         self._wrapped = wrap(model, model.training_step, world, **given.options())
         if given.gradient_compression is not None:
@@ -152,22 +157,22 @@ class DDP(Strategy):
             self._wrapped.register_comm_hook(given.ddp_comm_state, given.ddp_comm_hook)
 
     def training_step(self, method: Forward) -> Forward:
-        """Return the step behind DDP."""
+        """Return the DDP module, whose forward is the model's `training_step`."""
         return self._wrapped  # type: ignore[no-any-return]
 
     def manual_step(self, method: Forward) -> Forward:
-        """Return the step, whose backward is announced by `before_backward`."""
+        """Return the step under DDP; each backward in it must follow a call of `before_backward`."""
         return functools.partial(manual_forward, self._wrapped)
 
     def check_exchange(self) -> Callable[[], None]:
-        """Return torch's look at whether all buckets were sent; by itself it looks only in the next forward."""
+        """Return torch's check that all buckets were sent, which torch itself runs in the next forward only."""
         return self._wrapped._check_reducer_finalized  # type: ignore[no-any-return]
 
     def syncing(self) -> Callable[[bool], None]:
-        """Return the switch: while gradients are only accumulated, they are not exchanged."""
+        """Return the switch that turns the exchange off while gradients are only accumulated."""
         wrapped = self._wrapped
-        # A static graph is learned in the first backward, which must exchange gradients: torch ends in an internal
-        # error otherwise. An exchange more changes nothing: the mean of a mean.
+        # torch learns a static graph in the first backward, which must exchange gradients: otherwise torch fails with
+        # an internal error. The additional exchange changes nothing, since averaged gradients are averaged again.
         learning = [self.given.static_graph]
 
         def sync(on: bool) -> None:
@@ -180,7 +185,11 @@ class DDP(Strategy):
         return sync_at_first if self.given.static_graph else sync
 
     def exchange(self, tries: bool) -> Exchange:
-        """Return what the parts of a step exchange, and when."""
+        """Return the exchange of a step that runs in parts.
+
+        Raises:
+            HastenError: An option does not allow it.
+        """
         if self.given.static_graph:
             raise ContradictionError(
                 "microbatch and static_graph=True: a static graph is learned in a backward that exchanges gradients,"
@@ -195,24 +204,24 @@ class DDP(Strategy):
         return Exchange(self._wrapped, self._world)
 
     def before_backward(self, loss: Any) -> None:
-        """Have the reducer look at the graph of this loss."""
+        """Prepare DDP to average the gradients of this loss."""
         if self._wrapped is not None:
             before_backward(self._wrapped, loss)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
-        """Return its state, gathered where it is shared."""
+        """Return an optimizer's state, gathered if it is sharded."""
         sharded = self._sharded.get(id(optimizer))
         return optimizer.state_dict() if sharded is None else sharded.state_dict()
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give it its state, or its share."""
+        """Load an optimizer's state, or this rank's share of it."""
         sharded = self._sharded.get(id(optimizer))
         (optimizer if sharded is None else sharded).load_state_dict(state)
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the mean of what the ranks have gathered, which the window's end would make of it."""
+        """Return the mean of the ranks' accumulated gradients, which the exchange at the window's end would compute."""
         zero = torch.zeros_like
         return {
             name: self._world.mean(zero(p) if p.grad is None else p.grad)
@@ -220,20 +229,20 @@ class DDP(Strategy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what PowerSGD carries from step to step."""
+        """Return PowerSGD's state; {} without it."""
         return {} if self._power is None else {"powersgd": self._power.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with it."""
+        """Restore PowerSGD's state."""
         if self._power is not None and "powersgd" in state:
             self._power.load_state_dict(state["powersgd"])
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return the error that names the parameters which take no part in a step, and the flag for that."""
+        """Return an error that names parameters that took no part in a step, and the flag that allows it."""
         return explained(self._wrapped, error) if self._wrapped is not None else None
 
     def release(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._wrapped = None

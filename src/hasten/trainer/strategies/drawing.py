@@ -1,4 +1,4 @@
-"""Random numbers of processes that work on one batch."""
+"""Random numbers of processes that compute one batch together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.parallel import World
 
 
 def draw_alike(group: Any, world: World) -> None:
-    """Give all processes of a group the random states of its first: dropout, shuffling, seeds of workers."""
+    """Set the RNG states of all processes in a group to the first one's, for dropout, shuffling and workers' seeds."""
     import torch.distributed as dist
 
     first = dist.get_global_rank(group, 0)
@@ -23,20 +23,21 @@ def draw_alike(group: Any, world: World) -> None:
     dist.broadcast_object_list(box, src=first, group=group)
     if world.rank != first:
         rng.restore(box[0][0])
-        if of_device is not None:  # the first one's device has another number
+        if of_device is not None:  # separate from `rng.state`: the first process's GPU has another index
             of_device.set_rng_state(box[0][1], world.device)
 
 
 @contextlib.contextmanager
 def drawn_apart(device: torch.device, step: int, stage: int) -> Iterator[None]:
-    """Let a stage of a pipeline draw by itself within a step, as layers of one process do; the common states stay.
+    """Return a context in which a pipeline stage draws its own random numbers, as different layers of a model do.
 
-    What is drawn follows from the common state, the step and the stage: so also after a resume.
+    The RNG states that the processes share are restored afterwards. The seed follows from the shared state, the step
+    and the stage, so a resumed training draws the same numbers.
 
     Args:
-        device: Of the stage.
-        step: Batches that were trained before.
-        stage: Its number.
+        device: Device of the stage.
+        step: Number of batches trained before.
+        stage: Number of the stage.
     """
     common = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     devices = [] if device.type == "cpu" else [device]

@@ -1,4 +1,4 @@
-"""FSDP: each process has a part of the model, of its gradients and optimizer states, and of each batch."""
+"""FSDP: each process has a part of the parameters, gradients and optimizer states, and a share of each batch."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ _REFUSED = {
 
 @dataclass
 class FSDPStrategy(Strategy):
-    """Several processes by torch's `fully_shard` (FSDP2); on one process it does nothing.
+    """Train in several processes by torch's `fully_shard` (FSDP2); does nothing in one process.
 
-    Each process keeps a part of every parameter, its gradient and its optimizer state. A unit's parameters are put
-    together for its forward and again for its backward. Checkpoints are gathered: an ordinary file, from which one
-    process, DDP, or FSDP on any number of processes goes on.
+    Each process holds a part of every parameter, its gradient and its optimizer state. A unit's parameters are gathered
+    for its forward and again for its backward. Checkpoints are gathered into an ordinary file, from which one process,
+    DDP, or FSDP in any number of processes can resume.
 
-    `configure_model` may call `fully_shard` itself; what it leaves is sharded with the root.
+    `configure_model` may call `fully_shard` itself; the rest is sharded with the root.
 
     Args:
         blocks: Class names of the units ("Block" or "EncoderLayer,DecoderLayer"), or classes. None: entries of
-            ModuleList and Sequential that come at least twice and have layers inside. What is in no unit is one more.
-        reshard_after_forward: Whether units are let go between forward and backward. None: all but the root, which
-            the backward begins with. False: more memory, less traffic (ZeRO-2).
-        shard_size: How many neighboring processes share one copy of the model, such as those of one machine: then only
-            gradients travel between machines (HSDP). None: all share one.
-        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`; None: parameters travel as they are, and gradients
-            are averaged in float32. `precision="bf16-mixed"` is autocast, as on one process.
+            ModuleList and Sequential that occur at least twice and contain layers. Everything else is one more unit.
+        reshard_after_forward: Whether units are freed between forward and backward. None: all but the root, with which
+            the backward begins. False: more memory, less traffic (ZeRO-2).
+        shard_size: Number of neighboring processes that share one copy of the model, such as those of one machine: then
+            only gradients are sent between machines (HSDP). None: all share one.
+        mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`; None: parameters are sent in their dtype, and
+            gradients are averaged in float32. `precision="bf16-mixed"` is autocast, as in one process.
         timeout: As for DDPStrategy.
 
     Raises:
@@ -67,8 +67,8 @@ class FSDPStrategy(Strategy):
     def __post_init__(self) -> None:
         check_timeout("FSDPStrategy", self.timeout)
         given: Any = () if self.blocks is None else self.blocks
-        several = [given] if isinstance(given, str | type) else list(given) if isinstance(given, Iterable) else [given]
-        names = [one.__name__ if isinstance(one, type) else one for one in several]
+        listed = [given] if isinstance(given, str | type) else list(given) if isinstance(given, Iterable) else [given]
+        names = [block.__name__ if isinstance(block, type) else block for block in listed]
         parts = [part.strip() for name in names if isinstance(name, str) for part in name.split(",")]
         wrong = len(parts) < len(names) or not all(part.isidentifier() for part in parts)
         if wrong or (self.blocks is not None and not parts):
@@ -79,21 +79,21 @@ class FSDPStrategy(Strategy):
         check_number("FSDPStrategy", "shard_size", self.shard_size, 2, or_none=True)
 
     def within(self, world: World) -> Strategy:
-        """Return the strategy at work; alone, nothing is sharded."""
+        """Return the strategy for several processes; itself, which shards nothing, for one."""
         return self if world.size == 1 else FSDP(self)
 
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
-        """Refuse what sharded parameters do not take part in."""
+        """Refuse techniques that do not work with sharded parameters."""
         refuse_beside('strategy="fsdp"', techniques, plan)
 
 
 def refuse_beside(label: str, techniques: Mapping[str, Any], plan: Any) -> None:
-    """Raise for techniques that cannot work where each process has only parts of the parameters.
+    """Raise a HastenError for techniques that cannot work if each process has only parts of the parameters.
 
     Args:
-        label: Of the strategy, for messages.
-        techniques: Those that are installed, with their settings.
-        plan: The Trainer's flag.
+        label: Name of the strategy, for messages.
+        techniques: Installed techniques, with their settings.
+        plan: Value of the Trainer's flag `plan`.
     """
     for name, why in _REFUSED.items():
         if name in techniques:
@@ -112,12 +112,16 @@ def refuse_beside(label: str, techniques: Mapping[str, Any], plan: Any) -> None:
 
 
 class FSDP(Strategy):
-    """FSDPStrategy where several processes are."""
+    """FSDPStrategy at work in several processes.
+
+    Args:
+        given: The strategy with its options.
+    """
 
     name = "fsdp"
     collective = "ddp"
     label = "FSDP"
-    inference_mode = False  # what it puts together there could not be trained with later
+    inference_mode = False  # parameters gathered in it could not be trained later
 
     def __init__(self, given: FSDPStrategy) -> None:
         self.given = given
@@ -129,10 +133,10 @@ class FSDP(Strategy):
     # -- set-up ----------------------------------------------------------------------------------------
 
     def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Leave it where it is: units go to the device one by one, when they are sharded."""
+        """Do nothing: units move to the device one by one, as they are sharded."""
 
     def prepare(self, model: Any, world: World, precision: Precision) -> None:
-        """Shard the model, if that has not been done."""
+        """Shard the model, unless it is sharded already."""
         if not getattr(model, "automatic_optimization", True):
             raise HastenError(
                 'strategy="fsdp" with manual optimization: gradients of what lies outside of the units would not be'
@@ -146,28 +150,30 @@ class FSDP(Strategy):
         self._buffers = Buffers(model)
 
     def _blocks(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        if units_in(model):  # sharded by `configure_model`, or by a run before
+        """Return the model's units, as `blocks` names them."""
+        if units_in(model):  # sharded by `configure_model`, or by an earlier run
             return []
         if not self.given.names:
             return repeated(model)
-        if not (found := named(model, self.given.names)):
+        if not (units := named(model, self.given.names)):
             raise HastenError(
                 f"FSDPStrategy(blocks=...): the model has no {' or '.join(self.given.names)}",
                 f"it has: {', '.join(sorted({type(part).__name__ for part in model.modules()}))}",
             )
-        return found
+        return units
 
     def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
+        """Return the dtypes in which FSDP gathers and reduces."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if self.given.mp_policy is not None:
             return self.given.mp_policy
-        # Many ranks' gradients are added in float32 where parameters have 16 bits.
+        # Sum the ranks' gradients in float32 if parameters are in 16 bits.
         wide = torch.float32 if precision.parameters in (torch.bfloat16, torch.float16) else None
         return MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """Refuse those that lay all parameters out in one row, and in the first step those that torch cannot run."""
+        """Refuse LBFGS, which flattens all parameters into one tensor, and watch first steps for lost changes."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise HastenError(
@@ -180,7 +186,7 @@ class FSDP(Strategy):
     # -- the step --------------------------------------------------------------------------------------
 
     def training_step(self, method: Forward) -> Forward:
-        """Return the step between FSDP's hooks."""
+        """Return the step under FSDP's hooks, after a broadcast of rank 0's buffers."""
         root, buffers = self._root, self._buffers
         assert root is not None
         assert buffers is not None
@@ -201,7 +207,7 @@ class FSDP(Strategy):
         return step
 
     def evaluation_step(self, method: Forward) -> Forward:
-        """Return the step between FSDP's hooks; what it leaves whole is let go, since no backward does it."""
+        """Return the step under FSDP's hooks. It reshards all units afterwards, as a backward would."""
         root = self._root
         assert root is not None
         units: list[Any] = units_in(root)
@@ -216,19 +222,19 @@ class FSDP(Strategy):
         return step
 
     def exchange(self, tries: bool) -> None:
-        """Refuse steps in parts: each part would exchange, and ranks may have different numbers of them."""
+        """Refuse steps in parts: each part would run collectives, and ranks may have different numbers of parts."""
         raise ContradictionError(
             'microbatch and strategy="fsdp": ranks exchange parameters in each part, some have more parts than others',
             'use accumulate_grad_batches with a smaller batch_size, or strategy="ddp"',
         )
 
     def syncing(self) -> Callable[[bool], None]:
-        """Return the switch: while gradients are only accumulated, they are not exchanged."""
+        """Return the switch that turns the exchange off while gradients are only accumulated."""
         root = self._root
-        state: list[bool | None] = [None]  # not known: a former run may have ended within an accumulation window
+        state: list[bool | None] = [None]  # unknown: an earlier run may have ended within an accumulation window
 
         def sync(on: bool) -> None:
-            if state[0] is not on:  # it walks over all modules
+            if state[0] is not on:  # the call below visits all modules
                 state[0] = on
                 root.set_requires_gradient_sync(on)  # type: ignore[union-attr, operator]
 
@@ -236,7 +242,7 @@ class FSDP(Strategy):
         return sync
 
     def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
-        """Clip by the norm over all ranks' parts."""
+        """Clip gradients by the norm over all ranks' parts, or elementwise."""
         if value:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             (clip_value if str(algorithm).endswith("value") else clip_norm)(parameters, value)
@@ -244,13 +250,14 @@ class FSDP(Strategy):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def whole(self, state: Any, keep: bool) -> Any:
-        """Gather what is sharded; other values stay the same objects, tied weights stay one tensor."""
+        """Return a state with sharded tensors gathered; other values are unchanged, tied weights remain one tensor."""
         seen: dict[Any, tuple[Any, torch.Tensor]] = {}
 
         def gathered(tensor: torch.Tensor) -> torch.Tensor:
             if not is_sharded(tensor):
                 return tensor
-            # Told by its memory, as on the other ranks: also where this rank's part has no elements, and no address.
+            # Identify tied weights by their storage. All ranks must find the same ones, since gathering is a
+            # collective; a data pointer would not do: a rank's part may have no elements, and then no address.
             memory: Any = local(tensor).untyped_storage()
             key = memory._cdata, tensor.storage_offset(), tensor.shape
             if key not in seen:
@@ -260,23 +267,24 @@ class FSDP(Strategy):
         return mapped(state, torch.Tensor, gathered)
 
     def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
-        """Return the state with its tensors gathered."""
+        """Return an optimizer's state with its tensors gathered."""
         return self.whole(optimizer.state_dict(), keep)  # type: ignore[no-any-return]
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give it its part of a whole state.
+        """Load this rank's part of an optimizer's whole state.
 
         Raises:
-            HastenError: A tensor of the state is not laid out as its parameter is.
+            HastenError: A tensor of the state does not have its parameter's shape.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         shares: dict[Any, Any] = {}
-        for at, kept in state["state"].items():
+        for at, values in state["state"].items():
             like = parameters[at] if at < len(parameters) else None
-            shares[at] = {name: self._share(name, value, like, optimizer) for name, value in kept.items()}
+            shares[at] = {name: self._share(name, value, like, optimizer) for name, value in values.items()}
         optimizer.load_state_dict({**state, "state": shares})
 
     def _share(self, name: str, value: Any, like: Any, optimizer: Any) -> Any:
+        """Return a state value sharded as its parameter `like`; scalars and plain values unchanged."""
         if not isinstance(value, torch.Tensor) or not value.dim() or like is None or not is_sharded(like):
             return value
         if value.shape != like.shape:
@@ -288,7 +296,7 @@ class FSDP(Strategy):
         return share_of(value, like)
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Give a module its weights, or its parts of them where it is sharded already."""
+        """Load a module's weights, or this rank's parts of them if it is sharded already."""
         own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         shares = {
             name: share_of(value, own[name]) if name in own and isinstance(value, torch.Tensor) else value
@@ -297,13 +305,13 @@ class FSDP(Strategy):
         model.load_state_dict(shares, strict=strict)
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the mean of what the ranks have gathered, which the window's end would make of it."""
+        """Return the mean of the ranks' accumulated gradients, which the exchange at the window's end would compute."""
         return accumulated(model, self._world)
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return what to do where parameters are used while they are in parts, or differ in type."""
+        """Return an error for parameters used while sharded, of mixed dtypes, or changed in place; None for others."""
         text = str(error)
         if "mixed torch.Tensor and DTensor" in text:
             return HastenError(
@@ -318,7 +326,7 @@ class FSDP(Strategy):
         return in_place.explained(error)
 
     def release(self) -> None:
-        """Let go of the model, which stays sharded."""
+        """Release the model, which remains sharded."""
         while self._first_steps:
             self._first_steps.pop().remove()
         self._root = self._buffers = None

@@ -1,4 +1,4 @@
-"""The strategies by their names, and those that are given as objects."""
+"""Resolve the flag `strategy`: a name, a Strategy, or another framework's strategy object."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMES = ("auto", "ddp", "ddp_find_unused_parameters_true", *STARTS, "fsdp")
 
 
 class Auto(Strategy):
-    """Alone where there is one process, DDP where there are several."""
+    """Use one process as it is, and DDP for several."""
 
     def within(self, world: Any) -> Strategy:
-        """Return what several processes need."""
+        """Return itself for one process, DDP for several."""
         return self if world.size == 1 else DDPStrategy().within(world)
 
 
@@ -27,10 +27,10 @@ _KINDS: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDPStrategy, "fsdp": F
 
 
 def strategy_named(given: Any) -> Strategy:
-    """Return the strategy of a name, a strategy as it is, or what an object of another framework's stands for.
+    """Return the strategy for a name, a Strategy unchanged, or the counterpart of another framework's strategy object.
 
     Raises:
-        HastenError: There is none.
+        HastenError: The name is unknown, or the object has no counterpart.
     """
     if isinstance(given, Strategy):
         return given
@@ -40,14 +40,14 @@ def strategy_named(given: Any) -> Strategy:
             raise WrongValueError(
                 f"strategy={name} is a class", f"give an object of it, as of hasten.strategies: {name}()"
             )
-        found = adapter().strategy(given)
-        if found is None:
+        counterpart = adapter().strategy(given)
+        if counterpart is None:
             kind = type(given).__name__
             objects = "or an object of hasten.strategies"
             raise WrongValueError(
                 f"strategy={kind}(...) is none of hasten's", f"there are: {', '.join(NAMES)}; {objects}"
             )
-        kind, options = found
+        kind, options = counterpart
         return _KINDS[kind](**options)
     if given == "auto":
         return Auto()

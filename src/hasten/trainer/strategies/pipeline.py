@@ -1,4 +1,8 @@
-"""Pipeline parallel: each process has some of the layers; parts of a batch are on their way through all of them."""
+"""Pipeline parallel: each process has some of the layers, and parts of a batch go through all processes in turn.
+
+The stages train `loss(layers(input), target)` and never call `training_step`, which needs all layers. In some steps
+`_prove` therefore calls it, and checks that it computes that same loss.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +39,26 @@ _REFUSED = {
 
 @dataclass
 class PipelineStrategy(Strategy):
-    """Several processes by torch's pipeline schedules; on one process it does nothing.
+    """Train in several processes by torch's pipeline schedules; does nothing in one process.
 
     Each process has one stage: some layers of an `nn.Sequential`. A batch goes through the stages in equal parts, so
-    that they compute at the same time; its gradient is the whole batch's. The batch is `(input, target)`, and what is
-    trained is `loss(layers(input), target)`, as by `fit(nn.Sequential(...), loader, loss=fn)`. A module of your own
-    names both; its `training_step` must compute just that, which is checked in steps 1, 2, 4, ..., and is not called
-    in others: `train_loss` is logged in its place.
+    that they compute at the same time; its gradient is that of the whole batch. A batch is `(input, target)`, and the
+    trained loss is `loss(layers(input), target)`, as in `fit(nn.Sequential(...), loader, loss=fn)`. A module of your
+    own names both. Its `training_step` must compute exactly that, which is checked in steps 1, 2, 4, ...; other steps
+    do not call it. `train_loss` is logged in its place.
 
-    Several pipelines share out the data, as processes do under DDP. Checkpoints are gathered: an ordinary file.
+    Several pipelines split the data, as processes do under DDP. Checkpoints are gathered into an ordinary file.
 
     Args:
-        layers: Name of the `nn.Sequential` in the module; all that is trained lies in it.
+        layers: Name of the `nn.Sequential` in the module; it must contain everything that is trained.
         loss: Name of the module's method or attribute that takes `(output, target)`: a mean over samples.
-        microbatches: Parts of a batch, at most: as many as divide it are taken. More parts wait less for each other.
-        schedule: "1f1b": a stage computes backwards as soon as it can, and keeps activations of few parts; "gpipe":
-            all forwards come first.
-        split_points: Positions of the layers at which the second and further stages begin; None: so that parameters
-            come out even.
-        pipeline_parallel_size: Stages; None: as many as there are processes. Neighbors are one pipeline.
+        microbatches: Largest number of parts of a batch; the largest divisor of its size is used. More parts mean less
+            waiting.
+        schedule: "1f1b": a stage runs backwards as soon as it can, and stores activations of few parts; "gpipe": all
+            forwards come first.
+        split_points: Positions of the layers at which the second and further stages begin; None: chosen to balance
+            parameters.
+        pipeline_parallel_size: Number of stages; None: number of processes. Neighboring processes form a pipeline.
         timeout: As for DDPStrategy.
 
     Raises:
@@ -82,29 +87,29 @@ class PipelineStrategy(Strategy):
                 raise WrongValueError(f"{_LABEL}({name}=...)", "give its name in the module that is trained")
 
     def within(self, world: World) -> Strategy:
-        """Return the strategy at work; alone, nothing is split."""
+        """Return the strategy for several processes; itself, which splits nothing, for one."""
         return self if world.size == 1 else InStages(self, world)
 
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
-        """Refuse what was not tried with stages."""
+        """Refuse techniques that do not work with stages, or are untested with them."""
         refuse_beside(_LABEL, techniques, plan)
         for name, why in _REFUSED.items():
             if name in techniques:
                 raise ContradictionError(f"{name} and {_LABEL} do not go together: {why}", f"leave {name} out")
 
     def __repr__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"{_LABEL}({', '.join(given)})"
+        changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{_LABEL}({', '.join(changed)})"
 
 
 class InStages(Strategy):
-    """PipelineStrategy where several processes are."""
+    """PipelineStrategy at work in several processes."""
 
     name = "pipeline"
     collective = "ddp"
     label = "Pipeline"
     differentiates = True
-    inference_mode = False  # what is sent there could not be trained with later
+    inference_mode = False  # tensors sent in it could not be trained with later
 
     def __init__(self, given: PipelineStrategy, world: World) -> None:
         self.given, self._world = given, world
@@ -120,7 +125,7 @@ class InStages(Strategy):
     # -- set-up ----------------------------------------------------------------------------------------
 
     def to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Bring what lies outside of the layers there; of these, each stage its own."""
+        """Move everything outside the layers to the device; `prepare` moves the layers, each stage its own."""
         inside = set(self._layers(model).modules())
         for part in model.modules():
             if part not in inside:
@@ -129,7 +134,7 @@ class InStages(Strategy):
                         tensor.data = tensor.data.to(device)
 
     def prepare(self, model: Any, world: World, precision: Precision) -> None:
-        """Split the layers, if that has not been done."""
+        """Split the layers, unless they are split already."""
         if not getattr(model, "automatic_optimization", True):
             raise HastenError(f"{_LABEL} with manual optimization: it differentiates itself", "use automatic")
         layers, given = self._layers(model), self.given
@@ -145,26 +150,27 @@ class InStages(Strategy):
         split(layers, bounds, world, self.place.stage)
         begin, end = bounds[self.place.stage : self.place.stage + 2]
         own = Stage(*list(layers)[begin:end])
-        own.training = layers.training  # its own alone: some layers may be in eval mode
+        own.training = layers.training  # not own.train(), which would change layers that are in eval mode
         self._module = model
         self._pipeline = Pipeline(own, self.place, loss, given.microbatches, given.schedule)
         vars(layers)["forward"] = self._pipeline.forward
 
     def _layers(self, model: nn.Module) -> nn.Sequential:
-        found: Any = model
+        """Return the `nn.Sequential` that the option `layers` names."""
+        part: Any = model
         for name in self.given.layers.split("."):
-            found = getattr(found, name, None)
-        if not isinstance(found, nn.Sequential):
+            part = getattr(part, name, None)
+        if not isinstance(part, nn.Sequential):
             raise HastenError(
                 f'{_LABEL}(layers="{self.given.layers}"): {type(model).__name__} has'
-                f" {'no such part' if found is None else f'a {type(found).__name__} there'}, and an nn.Sequential is"
+                f" {'no such part' if part is None else f'a {type(part).__name__} there'}, and an nn.Sequential is"
                 " what can be split",
                 "write the layers as nn.Sequential, each taking and giving one tensor, and give its name",
             )
-        return found
+        return part
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """Refuse those that look at all parameters in one piece, or call the model themselves."""
+        """Refuse LBFGS, which flattens all parameters into one tensor and calls the model itself."""
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise HastenError(f"LBFGS and {_LABEL} do not go together", "use another optimizer")
@@ -172,7 +178,7 @@ class InStages(Strategy):
     # -- the step --------------------------------------------------------------------------------------
 
     def training_step(self, method: Forward) -> Forward:
-        """Return what runs a batch through the stages, forwards and backwards."""
+        """Return a step that runs a batch forward and backward through the stages."""
         pipeline, module, same = self._pipeline, self._module, self._same
         assert pipeline is not None
         trainer = module.trainer
@@ -181,7 +187,7 @@ class InStages(Strategy):
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
         proves, unheard = not isinstance(module, LossModule), NamesOnly(True)
-        told = [True]  # of buffers, behind the first batch
+        unreported = [True]  # emptied after the first batch, once changed buffers are reported
 
         def step(batch: Any, *idx: Any) -> Any:
             inputs, target = _pair(batch)
@@ -191,15 +197,15 @@ class InStages(Strategy):
                 if proves:
                     self._prove(method, batch, idx)
             weight = 1 / trainer.config.accumulate_grad_batches  # a callback may change it
-            before = _versions(pipeline.own) if told else None
-            board, engine.board = engine.board, unheard  # the last stage alone computes the loss: ranks would not meet
+            before = _versions(pipeline.own) if unreported else None
+            board, engine.board = engine.board, unheard  # ignore logs of the loss: only one rank runs it
             try:
                 with drawn_apart(device, progress.total_batches, stage):
                     loss = pipeline.step(inputs, target, weight, looks)
             finally:
                 engine.board = board
             if before is not None:
-                told.clear()
+                unreported.clear()
                 self._tell_changed(before)
             if self._averages and shares.size > 1:
                 average_all(own, shares, group)
@@ -209,35 +215,35 @@ class InStages(Strategy):
         return step
 
     def _tell_changed(self, before: dict[str, Any]) -> None:
-        """Say which buffers the layers' forwards have changed: in each part, where one process does it in a batch."""
+        """Report buffers that the layers' forwards changed: they change with each part, not once per batch."""
         import torch.distributed as dist
 
         assert self._pipeline is not None
         after = _versions(self._pipeline.own)
-        several: list[Any] = [None] * self.copies
+        by_stage: list[Any] = [None] * self.copies
         changed = [name for name, version in after.items() if before.get(name) != version]
-        dist.all_gather_object(several, [f"{name} of stage {self.place.stage}" for name in changed], self.place.group)
-        if names := [name for one in several for name in one]:
+        dist.all_gather_object(by_stage, [f"{name} of stage {self.place.stage}" for name in changed], self.place.group)
+        if names := [name for names_of_stage in by_stage for name in names_of_stage]:
             self._module.trainer.say(f"{_LABEL}: {', '.join(names[:3])} change with each part, not once a batch", True)
 
     def _prove(self, method: Forward, batch: Any, idx: Any) -> None:
-        """Raise where `training_step` computes something else than the stages; on all ranks of the pipeline."""
+        """Check that `training_step` computes the same loss as the stages; if not, all ranks of the pipeline raise."""
         module, engine = self._module, self._module.trainer.engine
-        kept, random = engine.board, rng.state()
+        board, random = engine.board, rng.state()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
         heard = engine.board = NamesOnly(True)
         try:
             with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))
-                # On "meta": it has used a layer that is another stage's.
-                found = math.nan if loss is None or loss.is_meta else float(loss)
+                # On "meta": the step used a layer of another stage.
+                direct = math.nan if loss is None or loss.is_meta else float(loss)
                 rng.restore(random)
                 inputs, target = _pair(batch)
                 of_stages = getattr(module, self.given.loss)(self._layers(module)(inputs), target)
-                # A loss that is not one number is told of where it is trained with.
-                stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else found
+                # A loss that is not a single number is reported by the pipeline's step.
+                stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else direct
         finally:
-            engine.board = kept
+            engine.board = board
             rng.restore(random)
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
@@ -245,21 +251,21 @@ class InStages(Strategy):
         if heard.names:
             names = ", ".join(sorted(heard.names))
             module.trainer.say(f"{_LABEL}: train_loss is logged, and not what the step or the loss log: {names}", True)
-        wrong = abs(found - stages) > 1e-3 * max(abs(found), abs(stages)) or math.isnan(found) > math.isnan(stages)
+        wrong = abs(direct - stages) > 1e-3 * max(abs(direct), abs(stages)) or math.isnan(direct) > math.isnan(stages)
         if any(self._same.gathered([float(wrong)]).flatten().tolist()):
             raise HastenError(
                 f"training_step computes another loss than {self.given.loss}({self.given.layers}(input), target), which"
-                f" is what {_LABEL} trains: {found:.6g} and {stages:.6g} on rank {self._world.rank}.",
+                f" is what {_LABEL} trains: {direct:.6g} and {stages:.6g} on rank {self._world.rank}.",
                 "Move what training_step does besides into the layers or the loss. What needs more than the last output"
                 ' cannot be split into stages: use strategy="fsdp".',
             )
 
     def exchange(self, tries: bool) -> None:
-        """Refuse steps in parts: a pipeline's are parts already."""
+        """Refuse steps in parts: a pipeline splits batches itself."""
         raise ContradictionError(f"microbatch and {_LABEL}: it has parts of its own", "say microbatches=...")
 
     def syncing(self) -> Callable[[bool], None]:
-        """Return the switch: while gradients are only accumulated, pipelines do not exchange them."""
+        """Return the switch that turns the exchange off while gradients are only accumulated."""
 
         def sync(on: bool) -> None:
             self._averages = on
@@ -267,7 +273,7 @@ class InStages(Strategy):
         return sync
 
     def clip(self, optimizer: Any, value: float | None, algorithm: str = "norm") -> None:
-        """Clip by the norm over all stages."""
+        """Clip gradients by the norm over all stages, or elementwise."""
         import torch.distributed as dist
 
         if not value:
@@ -288,16 +294,16 @@ class InStages(Strategy):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def whole(self, state: Any, keep: bool) -> Any:
-        """Gather what other stages have."""
+        """Return a state with the other stages' tensors, on the first stage of the first pipeline."""
         if self._world.rank >= self.copies:  # another pipeline has the same
             return state
-        found: list[torch.Tensor] = []
-        mapped(state, torch.Tensor, found.append)
-        several = iter(gathered(found, self.place))
-        return mapped(state, torch.Tensor, lambda tensor: next(several))
+        own: list[torch.Tensor] = []
+        mapped(state, torch.Tensor, own.append)
+        complete = iter(gathered(own, self.place))
+        return mapped(state, torch.Tensor, lambda tensor: next(complete))
 
     def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
-        """Return the state of all stages' parameters: with its numbers on the first stage, without memory elsewhere."""
+        """Return the state of all stages' parameters, with values on the first stage and on "meta" elsewhere."""
         import torch.distributed as dist
 
         state: dict[str, Any] = optimizer.state_dict()
@@ -315,38 +321,38 @@ class InStages(Strategy):
         return {**state, "state": dict(sorted(merged.items()))}
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give it the states of this stage's parameters."""
+        """Load the states of this stage's parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {at: kept for at, kept in state["state"].items() if at < len(parameters) and not parameters[at].is_meta}
         optimizer.load_state_dict({**state, "state": own})
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Give a module its weights, or its stage's where it is split already."""
+        """Load a module's weights, or this stage's if it is split already."""
         own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         given = {name: own[name] if name in own and own[name].is_meta else value for name, value in state.items()}
         model.load_state_dict(given, strict=strict)
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the mean of what the pipelines have gathered; of other stages' parameters, tensors without memory."""
-        waits = with_gradients(model, self._world)
-        before = {name: one.grad for name, one in waits}
+        """Return the mean of the pipelines' accumulated gradients; "meta" tensors for other stages' parameters."""
+        named = with_gradients(model, self._world)
+        before = {name: parameter.grad for name, parameter in named}
         if self._world.size > self.copies:
             group = self._mesh["data"].get_group()
-            for _, one in waits:
-                if one.grad is not None:
-                    one.grad = one.grad.clone()
-            average_all([one for _, one in waits if not one.is_meta], self.shares(self._world), group)
-        found = {}
-        for name, one in waits:
-            gradient = one.grad
-            found[name] = one.detach() if one.is_meta or gradient is None else gradient.detach().clone()
-            one.grad = before[name]
-        return found
+            for _, parameter in named:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+            average_all([parameter for _, parameter in named if not parameter.is_meta], self.shares(self._world), group)
+        gradients = {}
+        for name, parameter in named:
+            gradient = parameter.grad
+            gradients[name] = parameter.detach() if parameter.is_meta or gradient is None else gradient.detach().clone()
+            parameter.grad = before[name]
+        return gradients
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return what a layer has raised, of which torch's schedules tell where it was only."""
+        """Return an error for a layer's exception, which torch's schedules wrap in their own; None for others."""
         text, cause = str(error), error.__cause__
         if "device meta" in text or "meta tensor" in text:
             return HastenError(
@@ -364,16 +370,18 @@ class InStages(Strategy):
         return HastenError(f"{where}: {type(cause).__name__}: {str(cause)[:400]}", hint)
 
     def release(self) -> None:
-        """Let go of the schedules; the layers stay split."""
+        """Release the schedules; the layers remain split."""
         self._pipeline = self._module = None
 
 
 def _versions(module: nn.Module) -> dict[str, Any]:
+    """Return a value per buffer that changes when the buffer is replaced or changed in place."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def _pair(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(one, torch.Tensor) for one in batch):
+    """Return a batch's input and target, or raise a HastenError if it is something else."""
+    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
         inputs, target = batch
         if inputs.dim() and target.dim() and len(inputs) == len(target) > 0:
             return inputs, target

@@ -1,4 +1,9 @@
-"""Tensor parallel: neighboring processes share each layer's work on one batch; groups of them share out the data."""
+"""Tensor parallel: neighboring processes each compute a part of every split layer; groups of them split the data.
+
+A plan can silently change the model: an operation between split layers may see a part of the features. So the loss of
+the first batch is compared with that of the unsplit model (`_prove`), and losses, buffers and gradients are compared
+within a group in some steps (`hasten.parallel.tensor.Compared`).
+"""
 
 from __future__ import annotations
 
@@ -37,27 +42,28 @@ _OTHER_SHAPE = (
     "Mismatch of parameter numbers",
     "must match the size of tensor",
 )
-"""What torch says where a shape is not that of the whole, or not that of a part."""
+"""Parts of torch's messages about shapes, when a layer gets a part of a tensor for the whole, or the reverse."""
 
 
 @dataclass
 class TensorParallelStrategy(Strategy):
-    """Several processes by torch's `parallelize_module`; on one process it does nothing.
+    """Train in several processes by torch's `parallelize_module`; does nothing in one process.
 
-    Each group of `tensor_parallel_size` neighboring processes has one copy of the model between them: of the layers in
-    the plan each process holds and computes a part, all other layers it has whole. A group works on one batch. Several
-    groups share out the data, as processes do under DDP or FSDP. Checkpoints are gathered: an ordinary file.
+    Each group of `tensor_parallel_size` neighboring processes shares one copy of the model: each process holds and
+    computes a part of the layers in the plan, and has all other layers whole. A group computes one batch together.
+    Several groups split the data, as processes do under DDP or FSDP. Checkpoints are gathered into an ordinary file.
 
     Args:
-        plan: Path of layers within the module that is trained ("net.blocks.*.wide"; `*` is any one name) -> a style of
+        plan: Path of layers within the trained module ("net.blocks.*.wide"; `*` is any one name) -> style of
             `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`, `SequenceParallel()`, ...
-        tensor_parallel_size: Processes in a group; None: all. Neighbors, so those of one machine come first.
-        data_parallel: Between groups: "ddp": gradients are averaged when a backward is over; "fsdp": each group's
-            parameters, gradients and optimizer states are sharded over the groups too, by torch's `fully_shard`.
+        tensor_parallel_size: Processes in a group; None: all. Groups are neighbors, so a machine's processes come
+            first.
+        data_parallel: Exchange between groups: "ddp": gradients are averaged after a backward; "fsdp": each group's
+            parameters, gradients and optimizer states are also sharded over the groups, by torch's `fully_shard`.
         blocks: Units of "fsdp", as for `FSDPStrategy`.
         timeout: As for DDPStrategy.
-        compares_whole: Whether the loss of the first batch is compared with that of the model as a whole, for which
-            each process puts it together once. Not with "fsdp".
+        compares_whole: Whether to compare the first batch's loss with the unsplit model's, for which each process
+            gathers the whole model once. Not with "fsdp".
 
     Raises:
         HastenError: An argument is out of its range.
@@ -92,11 +98,11 @@ class TensorParallelStrategy(Strategy):
         self.units = FSDPStrategy(blocks=self.blocks)
 
     def within(self, world: World) -> Strategy:
-        """Return the strategy at work; alone, nothing is split."""
+        """Return the strategy for several processes; itself, which splits nothing, for one."""
         return self if world.size == 1 else TensorParallel(self, world)
 
     def check(self, techniques: Mapping[str, Any], plan: Any = None) -> None:
-        """Refuse what split parameters do not take part in."""
+        """Refuse techniques that do not work with split parameters."""
         refuse_beside(_LABEL, techniques, plan)
         if "activation_checkpointing" in techniques:
             raise ContradictionError(
@@ -107,7 +113,7 @@ class TensorParallelStrategy(Strategy):
 
 
 class TensorParallel(FSDP):
-    """TensorParallelStrategy where several processes are."""
+    """TensorParallelStrategy at work in several processes."""
 
     name = "tensor_parallel"
     label = "TensorParallel"
@@ -126,7 +132,7 @@ class TensorParallel(FSDP):
     # -- set-up ----------------------------------------------------------------------------------------
 
     def prepare(self, model: Any, world: World, precision: Precision) -> None:
-        """Split the layers, if that has not been done; then shard them over the groups, if asked to."""
+        """Split the layers, unless they are split already; under data_parallel="fsdp", shard them over the groups."""
         if not getattr(model, "automatic_optimization", True):
             raise HastenError(
                 f"{_LABEL} with manual optimization: gradients would not be averaged over the groups",
@@ -141,7 +147,7 @@ class TensorParallel(FSDP):
         self._buffers = Buffers(model)
 
     def optimizers(self, optimizers: list[Any], world: World) -> None:
-        """Refuse those that compute across parameters of several kinds, and look at gradients before each step."""
+        """Refuse optimizers that torch cannot run on split and whole parameters; check gradients before their steps."""
         super().optimizers(optimizers, world)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -152,11 +158,11 @@ class TensorParallel(FSDP):
                         " group at once, and torch does not mix split and whole ones in that",
                         f"leave {together[0]} out, or give split and whole parameters in groups of their own",
                     )
-            if hasattr(optimizer, "register_step_pre_hook"):  # torch's
+            if hasattr(optimizer, "register_step_pre_hook"):  # an optimizer of torch's
                 self._looking.append(optimizer.register_step_pre_hook(self._look))
 
     def wrap(self, model: Any, world: World) -> None:
-        """Listen to the gradients."""
+        """Add the hooks that average gradients over the groups."""
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         if self._root is None:
             self._gradients = Gradients(model.parameters(), self.shares(world), self._mesh)
@@ -167,7 +173,7 @@ class TensorParallel(FSDP):
     # -- the step --------------------------------------------------------------------------------------
 
     def training_step(self, method: Forward) -> Forward:
-        """Return the step, which compares batch and loss within a group now and then."""
+        """Return the step, with comparisons within a group in steps 1, 2, 4, 8, ..."""
         buffers, compared, gradients = self._buffers, self._compared, self._gradients
         assert buffers is not None
         send = buffers.send if buffers and self._root is None and self._world.size > self.copies else None
@@ -202,12 +208,15 @@ class TensorParallel(FSDP):
         return step
 
     def _prove(self, method: Forward, args: Any) -> None:
-        """Raise where the split layers' loss is not that of the whole ones, in eval mode, for the first batch."""
+        """Check that the split model's loss of the first batch, in eval mode, is that of the whole model.
+
+        Buffers, metrics, RNG states and logs are restored afterwards.
+        """
         module, engine = self._module, self._module.trainer.engine
-        kept, random, state = engine.board, rng.state(()), _state(module)
+        board, random, state = engine.board, rng.state(()), _state(module)
         modes = [(part, part.training) for part in module.modules()]
         failed, losses = "", [math.nan, math.nan]
-        module.eval()  # nothing is drawn
+        module.eval()  # no dropout: both losses must be comparable
         engine.board = engine.new_board(training=True)
         try:
             with torch.no_grad():
@@ -218,33 +227,33 @@ class TensorParallel(FSDP):
                     losses[1] = _number(method(*args))
         except HastenError:
             raise
-        except Exception as error:  # a step that differentiates itself, sizes written for a part, memory
+        except Exception as error:  # the step calls backward, has sizes written for a part, or memory runs out
             failed = f"{type(error).__name__}: {str(error)[:200]}"
         finally:
-            engine.board = kept
+            engine.board = board
             for part, training in modes:
                 part.training = training
             rng.restore(random)
             _put_back(state)
-        # Rounding of the whole computation: in 16 bits, in TF32, in float32.
+        # Tolerances for the rounding of the whole computation, in this order: 16 bits; float32 on a CPU; a GPU's TF32.
         narrow, exact = "16" in str(module.trainer.config.precision), self._world.device.type == "cpu"
-        apart = 3e-2 if narrow else 2e-5 if exact else 1e-3
-        if not self._compared.whole(losses[0], losses[1], bool(failed), apart):
+        tolerance = 3e-2 if narrow else 2e-5 if exact else 1e-3
+        if not self._compared.whole(losses[0], losses[1], bool(failed), tolerance):
             module.trainer.say(f"{_LABEL}: the first batch could not be compared with the whole model's: {failed}")
 
     def evaluation_step(self, method: Forward) -> Forward:
-        """Return the step as it is; between FSDP's hooks where parameters are sharded over the groups."""
+        """Return the step unchanged; under FSDP's hooks if parameters are sharded over the groups."""
         return method if self._root is None else super().evaluation_step(method)
 
     def exchange(self, tries: bool) -> None:
-        """Refuse steps in parts: all processes of a group must come to the same parts."""
+        """Refuse steps in parts: all processes of a group would need the same parts."""
         raise ContradictionError(
             f"microbatch and {_LABEL}: processes exchange activations in each part, some have more parts than others",
             "use accumulate_grad_batches with a smaller batch_size",
         )
 
     def syncing(self) -> Callable[[bool], None] | None:  # type: ignore[override]
-        """Return the switch: while gradients are only accumulated, groups do not exchange them."""
+        """Return the switch that turns the exchange off while gradients are only accumulated."""
         if self._root is not None:
             return super().syncing()
         gradients = self._gradients
@@ -258,19 +267,19 @@ class TensorParallel(FSDP):
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the mean of what the groups have gathered, whole."""
+        """Return the mean of the groups' accumulated gradients, gathered."""
         if self._root is not None:
             return super().accumulated(model)
-        found = {}
+        gradients = {}
         for name, parameter in with_gradients(model, self._world):
             gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = self._world.mean(gradient.full_tensor() if is_sharded(gradient) else gradient)
-        return found
+            gradients[name] = self._world.mean(gradient.full_tensor() if is_sharded(gradient) else gradient)
+        return gradients
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def explained(self, error: BaseException) -> HastenError | None:
-        """Return what to do where split and whole tensors meet, or a shape is that of a whole layer."""
+        """Return an error for operations that mix split and whole tensors, or their shapes; None for others."""
         if (refused := in_place.explained(error)) is not None:
             return refused
         text = str(error)
@@ -282,7 +291,7 @@ class TensorParallel(FSDP):
                 "A layer of the plan gives a DTensor where the next one takes a tensor: use_local_output=True, or"
                 " PrepareModuleInput/PrepareModuleOutput between them. Outside of its steps do not call the model.",
             )
-        if any(said in text for said in _OTHER_SHAPE):
+        if any(message in text for message in _OTHER_SHAPE):
             return HastenError(
                 f"Under {_LABEL} a layer got a part of a tensor for the whole, or the whole for a part: {text[:200]}",
                 "ColwiseParallel() gives a part: let RowwiseParallel(), which takes one, follow, or say"
@@ -291,7 +300,7 @@ class TensorParallel(FSDP):
         return super().explained(error)
 
     def release(self) -> None:
-        """Let go of the model, which stays split."""
+        """Release the model, which remains split."""
         super().release()
         while self._looking:
             self._looking.pop().remove()
@@ -301,23 +310,28 @@ class TensorParallel(FSDP):
 
 
 def _number(output: Any) -> float:
+    """Return the loss in a step's output as a float; NaN if there is none."""
     loss = loss_of(output)
     return math.nan if loss is None else float(loss)
 
 
 def _state(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return copies of what a step may change by the way: buffers, and what metrics (torchmetrics) count."""
-    found = []
+    """Return copies of what a step may change as a side effect: buffers, and the state of metrics (torchmetrics).
+
+    Each as (dict that owns it, key, copy).
+    """
+    copies = []
     for part in module.modules():
-        found += [(part._buffers, name, one.clone()) for name, one in part._buffers.items() if one is not None]
+        copies += [(part._buffers, name, value.clone()) for name, value in part._buffers.items() if value is not None]
         if hasattr(part, "_defaults") and hasattr(part, "compute"):
             defaults: Any = part._defaults
             names = (*defaults, "_update_count", "_computed", "_forward_cache")
-            found += [(vars(part), name, copy.deepcopy(vars(part)[name])) for name in names if name in vars(part)]
-    return found
+            copies += [(vars(part), name, copy.deepcopy(vars(part)[name])) for name in names if name in vars(part)]
+    return copies
 
 
 def _put_back(state: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Restore what `_state` copied; a tensor that has not changed remains the same object."""
     for owner, name, value in state:
         if isinstance(owner[name], torch.Tensor) and isinstance(value, torch.Tensor):
             if not torch.equal(owner[name], value):
