@@ -167,6 +167,7 @@ STALE = {
     "one label in 200": "data.labels[epoch * 7] += 1000",
     "a label in mid-pass": "pass",
     "an array by a view": "data.view[epoch] += 5",
+    "the signs of a large array": "data.large *= -1",
     ".data": "data.t.data[epoch + 3] += 5",
     "array.array": "data.array[epoch + 5] += 5",
     "a global": "bonus += 1",
@@ -210,10 +211,11 @@ def test_a_sample_is_kept_only_while_all_it_was_made_of_stays(train: Train, what
         def __init__(self):
             self.labels, self.array, self.t = [0] * 200, array.array("l", [0] * 200), torch.zeros(200)
             self.view, self.add, self.g, self.seen = np.zeros(200), adder(0), torch.Generator(), [0]
+            self.large = np.ones(1_200_000)  # too large for copies of its rows
         def __len__(self): return 200
         def __getitem__(self, index):
             x = torch.tensor(float(read(f"files/{{index % 60}}") + bonus + self.total))
-            x += self.labels[index] + self.array[index] + self.t[index] + self.view[index]
+            x += self.labels[index] + self.array[index] + self.t[index] + self.view[index] + self.large[index]
             {DOES.get(what, "pass")}
             return self.add(x)
     data = Data()

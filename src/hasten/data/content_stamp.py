@@ -170,8 +170,8 @@ def checksum(held: Any) -> int:
     """Return a checksum of an array's contents that changes with any single element, and with the elements' order.
 
     Each block of 64-bit words is multiplied by fixed random odd weights and summed: an odd weight never cancels the
-    change of a single word, and different weights tell the order. Limit: odd weights act alike on a word's top bit, the
-    sign of a float64, so flipping the signs of an even number of float64 elements in a block goes unnoticed.
+    change of a single word, and different weights tell the order. Modulo 2^64 all odd weights act alike on a word's top
+    bit, the sign of a float64, so two flipped signs would cancel: the top bits have a CRC of their own.
     """
     global _weights
     import numpy
@@ -183,8 +183,9 @@ def checksum(held: Any) -> int:
         return zlib.crc32(raw.data)
     if _weights is None:
         _weights = numpy.random.default_rng(1).integers(0, 2**63, _BLOCK, dtype=numpy.uint64) * 2 + 1
-    sums = []
+    sums, signs = [], 0
     for start in range(0, words.size, _BLOCK):
         block = words[start : start + _BLOCK]
         sums.append(int(numpy.dot(block, _weights[: block.size])))
-    return hash((tuple(sums), zlib.crc32(raw[even:].data)))
+        signs = zlib.crc32(numpy.packbits(block.view(numpy.int64) < 0), signs)
+    return hash((tuple(sums), signs, zlib.crc32(raw[even:].data)))
