@@ -56,5 +56,5 @@ def script_fails(reason: str, log: str) -> HastenError:
         )
     said = f"\nIts last words:\n{log}" if log else ""
     return HastenError(
-        f"the script fails without any plan, before hasten changed anything: {reason}{said}", f"mend it first{sandbox}"
+        f"the script fails without any plan, before hasten changed anything: {reason}{said}", f"fix it first{sandbox}"
     )

@@ -342,14 +342,14 @@ def test_a_resume_that_loses_a_state_is_found(check: Check) -> None:
 
 
 def test_a_script_that_reads_nothing_back_cannot_be_resumed(check: Check) -> None:
-    with pytest.raises(HastenError, match="read nothing of what it had saved"):
+    with pytest.raises(HastenError, match="read none of the files it had saved"):
         check(training(), {"leaves_alone": True}, resume=())
 
 
 def test_no_training_and_a_failing_script_are_said(check: Check) -> None:
     with pytest.raises(HastenError, match="no training was found"):
         check("import torch; torch.ones(2)", {"leaves_alone": True})
-    with pytest.raises(HastenError, match=r"fails by itself.*planted"):
+    with pytest.raises(HastenError, match=r"fails without any plan.*planted"):
         check("import torch\nraise RuntimeError('planted')", {"leaves_alone": True})
     with pytest.raises(HastenError, match="native code or a subprocess writes outside the scratch folder is refused"):
         check("import torch\nopen('/nowhere/table.h5')", {"leaves_alone": True})

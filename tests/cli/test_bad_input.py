@@ -156,10 +156,13 @@ def test_a_plan_that_was_made_for_another_script_is_said(folder: Path) -> None:
 
 
 RUN = {
-    "fails at once": (["tune", "--budget", "60s", "fails.py"], ["fails by itself", "no data here", "fails.py:2"]),
+    "fails at once": (
+        ["tune", "--budget", "60s", "fails.py"],
+        ["fails without any", "no data here", "fails.py:2"],
+    ),
     "no training": (["tune", "--budget", "60s", "idle.py"], ["no training was found"]),
     "no torch": (["tune", "--budget", "60s", "torchless.py"], ["no training was found"]),
-    "no such module": (["tune", "--budget", "60s", "-m", "no.such.module"], ["fails by itself", "no.such"]),
+    "no such module": (["tune", "--budget", "60s", "-m", "no.such.module"], ["fails without any plan", "no.such"]),
     "a limit below the model": (
         ["tune", "--memory", "50MB", "train.py"],
         ["50 MB is less than `import torch` takes", "allow more: --memory "],

@@ -249,7 +249,7 @@ def test_a_dataset_that_fails_later(tmp_path: Path) -> None:
     done = bench(tmp_path, "--no-flame", "train.py", "late", seconds=20)  # enough for 40 samples on a crowded machine
     assert done.code == 1, done.out
     said = "".join(done.out.split())
-    assert f"gives no batches: KeyError: 'no image 40' (train.py:{_line(script, '# late')})".replace(" ", "") in said
+    assert f"returns no batches: KeyError: 'no image 40' (train.py:{_line(script, '# late')})".replace(" ", "") in said
 
 
 def _line(script: Path, mark: str) -> int:

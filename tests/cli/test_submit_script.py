@@ -130,4 +130,4 @@ def test_a_folder_that_takes_no_log_is_said_before_the_job_is_sent(tmp_path: Pat
     words = ["unshare", "-rm", "sh", "-c", mount, str(tmp_path), *HASTEN, "train.py"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2, done.stderr
-    assert f"the job's log would lie in {tmp_path}, where nothing can be written" in done.stderr
+    assert f"the job's log would be in {tmp_path}, where nothing can be written" in done.stderr

@@ -115,7 +115,7 @@ def test_bad_input_is_refused_in_one_message(tmp_path: Path, case: tuple[list[st
 
 def test_a_script_that_fails_and_a_script_without_known_arguments(tmp_path: Path) -> None:
     done = tune(tmp_path, "raise RuntimeError('no data here')", *TO, "val_loss<=1", "train.py")
-    assert (done.code, "fails by itself" in done.err, "no data here" in done.err) == (2, True, True)
+    assert (done.code, "fails without any plan" in done.err, "no data here" in done.err) == (2, True, True)
     done = tune(tmp_path, "print('val_loss 0.5')", *TO, "val_loss<=1", "train.py", "--width", "8")
     assert done.code == 2
     assert 'name one with values: --vary "--lr=1e-3,3e-3"' in done.err

@@ -50,7 +50,7 @@ def test_what_a_short_run_does_not_win_back_is_taken_back(
     assert (trouble.blamed if trouble else ()) == blamed
     if trouble:
         assert f"({epochs} epochs)" in trouble.reason
-        assert "is not won back" in trouble.reason
+        assert "is not recovered" in trouble.reason
 
 
 def test_what_fresh_processes_do_not_confirm_is_taken_back_whole() -> None:

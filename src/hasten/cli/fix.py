@@ -25,7 +25,7 @@ def fix(
     Formatting and comments stay. What cannot be mended for certain is named and left alone, as is all under a
     `# hasten: ignore` comment. The diff is what `patch -p1` takes.
 
-    Exit code: 0 nothing to mend, or written; 1 there is a diff; 2 a file could not be looked at or written.
+    Exit code: 0 nothing to repair, or written; 1 there is a diff; 2 a file could not be looked at or written.
 
     Examples: hasten fix train.py; hasten fix src/ --select blocking_copy --write
     """

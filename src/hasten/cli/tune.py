@@ -196,7 +196,7 @@ def _compiles(command: list[str]) -> None:
     except (SyntaxError, ValueError) as error:
         place = f"{script}:{getattr(error, 'lineno', None) or 1}"
         raise HastenError(
-            f"{place}: the script has a syntax error: {getattr(error, 'msg', error)}", "mend it first"
+            f"{place}: the script has a syntax error: {getattr(error, 'msg', error)}", "fix it first"
         ) from None
 
 

@@ -113,7 +113,7 @@ def find_plan(
         ran_out: How the script as it is has run out of memory, where that is known; "": it is tried.
 
     Raises:
-        HastenError: The script fails by itself, or fits under no plan.
+        HastenError: The script fails without any plan, or fits under no plan.
     """
     search = _PlanSearch(plans, limit, savings, say, until)
     return search.run(Try({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)

@@ -43,7 +43,7 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
     """Run the script as it is, whole.
 
     Raises:
-        HastenError: It fails by itself, reports no such quality, or never reaches the goal.
+        HastenError: It fails without any plan, reports no such quality, or never reaches the goal.
     """
     first, readings = runs.first()
     if first.outcome in ("crashed", "out of memory"):

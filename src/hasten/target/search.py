@@ -51,7 +51,7 @@ def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
         say: Receives progress, a line each.
 
     Raises:
-        HastenError: The script fails by itself, reports no such quality or never reaches the goal, or there is nothing
+        HastenError: The script fails without any plan, reports no such quality, never reaches the goal, or has nothing
             to vary.
         KeyboardInterrupt: Ctrl-C, before anything was known.
     """

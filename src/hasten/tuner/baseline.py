@@ -35,7 +35,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
     """Run the unchanged script for a shortened pass, and bound all later processes to the same batches.
 
     Raises:
-        HastenError: The training fails by itself, does not train, or the budget is too short for it.
+        HastenError: The training fails without any plan, does not train, or the budget is too short for it.
     """
     notes = []
     least, most = _PASS_SECONDS

@@ -38,7 +38,7 @@ from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
 
-_SHORTEST_SEARCH = 8.0  # seconds: to leave this much for the search, the proof is given up first, then the check
+_SHORTEST_SEARCH = 8.0  # seconds: to leave this much for the search, first the proof is given up, then the check
 _CLAIM_SHARE = 0.25  # of the search's time
 _CHECKS = 3  # if each of so many checks took something back, the rest of the plan is reported as not checked
 _HEADROOM = 1.2  # check and pair of the demo took 1.04 to 1.16 times their estimate, and one pair was cut short
@@ -97,7 +97,7 @@ def tune(
             were measured in turn.
 
     Raises:
-        HastenError: The training fails by itself, does not train, or the budget is too short for it.
+        HastenError: The training fails without any plan, does not train, or the budget is too short for it.
     """
     start = time.monotonic() - options.started
     with scratch_folder() as scratch:
@@ -249,10 +249,7 @@ class _Tune:
             self.on_block(block_of(block, self.found, self.start), self.found.claimed())
 
     def _search_end(self) -> float:
-        """Return the moment at which the search must end, so that check and proof still fit after it.
-
-        If not everything fits, the search comes first, then the check.
-        """
+        """Return when the search must end so that check and proof fit after it; if not all fits, it comes first."""
         aside = _HEADROOM * (self._check_seconds() + self._pair_seconds())
         left = self.end - time.monotonic() - self.startup
         if left - aside < _SHORTEST_SEARCH:

@@ -148,7 +148,7 @@ def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> N
         assert mended != raw
     again = command(tmp_path / "two", "fix", ".")
     assert (again.code, again.out) == (0, "")
-    assert "nothing to mend" in again.err
+    assert "nothing to repair" in again.err
 
 
 def test_what_belongs_to_a_file_is_as_it_was_behind_a_fix(tmp_path: Path) -> None:

@@ -190,17 +190,17 @@ def test_pauses() -> None:
 def test_what_the_use_says_of_the_machine() -> None:
     small = diagnose(run(use=use(0.9, worker_count=4, workers=0.4, cores=(0.1,) * 8), loaders=(loader(4),))).machine
     assert any("more cores would not help loading: the loader's 4 workers used 0.4 of 8 cores" in s for s in small)
-    assert any("1 of these 8 cores would do" in sentence for sentence in small)
-    assert any("a quarter of the memory would do" in sentence for sentence in small)
+    assert any("1 of these 8 cores suffice" in sentence for sentence in small)
+    assert any("a quarter of the memory suffices" in sentence for sentence in small)
     crowded = diagnose(run(use=use(0.9, cores=(0.9,) * 8))).machine  # others were in its way
-    assert not any("would do for it" in sentence for sentence in crowded)
+    assert not any("suffice for it" in sentence for sentence in crowded)
     gpu = GpuUse(
         "an H200", 140 * 2**30, 700.0, (0.5,) * 48, (10 * 2**30,) * 48, throttled=("power cap (40 % of the time)",)
     )
     big = diagnose(run(use=use(2.0, gpus=(gpu,), net_in=50e6), sampled=busy(0.5), **ON_GPU)).machine
     assert "CPU to GPU: 4.0 cores' work for each GPU's" in big
     assert "network to GPU: 100 MB for each second a GPU works" in big
-    assert any("a GPU with less memory suffices:  10.0 of 140 GiB" in sentence for sentence in big)
+    assert any("a GPU with less memory suffices: 10.0 of 140 GiB" in sentence for sentence in big)
     assert any("power cap" in sentence for sentence in big)
 
 

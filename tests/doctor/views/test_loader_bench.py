@@ -117,7 +117,7 @@ def test_where_little_was_measured(changes: dict) -> None:
     bench = dataclasses.replace(BENCH, **changes)
     assert shown(bench)
     assert Page(page(bench)).text
-    assert ("gives no batches" in title(bench)) == (not bench.measured)
+    assert ("returns no batches" in title(bench)) == (not bench.measured)
 
 
 def test_the_flame_graph_adds_up_and_escapes() -> None:

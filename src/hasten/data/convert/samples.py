@@ -42,7 +42,7 @@ def dataset_named(text: str) -> Any:
     except HastenError:
         raise
     except Exception as error:  # user code may raise anything
-        raise HastenError(f"{text} fails: {type(error).__name__}: {error}", "mend it first") from error
+        raise HastenError(f"{text} fails: {type(error).__name__}: {error}", "fix it first") from error
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise HastenError(f"{text} is a {type(dataset).__name__}, not a dataset with a length and an index", how)
     return dataset

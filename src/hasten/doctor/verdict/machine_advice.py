@@ -71,7 +71,7 @@ def _gpu(gpu: GpuUse) -> list[str]:
     sentences = []
     if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
         took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
-        sentences.append(f"a GPU with less memory suffices:  {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
+        sentences.append(f"a GPU with less memory suffices: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
     if gpu.throttled:
         sentences.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
     return sentences
