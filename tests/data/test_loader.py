@@ -291,6 +291,22 @@ def test_draws_of_a_dataset_are_refused_in_threads():
     rows_of(DataLoader(Numbers(4, draws=False), num_workers=1, workers="thread"))
 
 
+class OwnGenerator(Numbers):
+    def __getitem__(self, index):
+        return torch.tensor([index, self.rng.random()])
+
+
+def test_draws_from_a_datasets_own_generator_are_refused_in_threads():
+    """Which sample gets which number would depend on the threads' timing; worker processes seed it by the sample."""
+    dataset = OwnGenerator(8)
+    before = dataset.rng.bit_generator.state
+    with pytest.raises(HastenError, match=r"generator that it holds \(rng\)"):
+        next(iter(DataLoader(dataset, num_workers=2, workers="thread")))
+    assert dataset.rng.bit_generator.state == before
+    one, two = (rows_of(DataLoader(OwnGenerator(8), num_workers=count)) for count in (1, 2))
+    assert one == two
+
+
 RANKS = """
 import os, sys, torch
 sys.path.insert(0, os.getcwd())

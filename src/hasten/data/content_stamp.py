@@ -187,5 +187,5 @@ def checksum(held: Any) -> int:
     for start in range(0, words.size, _BLOCK):
         block = words[start : start + _BLOCK]
         sums.append(int(numpy.dot(block, _weights[: block.size])))
-        signs = zlib.crc32(numpy.packbits(block.view(numpy.int64) < 0), signs)
+        signs = zlib.crc32(numpy.packbits(block.view(numpy.int64) < 0).data, signs)
     return hash((tuple(sums), signs, zlib.crc32(raw[even:].data)))

@@ -41,9 +41,9 @@ class ThreadPass(Counted, _BaseDataLoaderIter):
     """An iterator that makes batches in threads and yields them in order.
 
     It is for datasets that spend their time with the GIL released (files, decoding, NumPy, pyarrow): batches are not
-    copied between processes, and memory is not duplicated. A dataset that draws from the process-wide generators is
-    refused, because threads share those with the training; `hasten.data.sample_rng()` gives each sample generators of
-    its own. Threads also share torch's default dtype: if the training sets it while it computes
+    copied between processes, and memory is not duplicated. A dataset that draws from the process-wide generators, or
+    from one that it holds, is refused, because threads share those; `hasten.data.sample_rng()` gives each sample
+    generators of its own. Threads also share torch's default dtype: if the training sets it while it computes
     (`precision="64-true"`), batches are only made while the training waits for them.
     """
 
@@ -200,16 +200,20 @@ def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
 
 
 def _refuse_draws(loader: Any) -> None:
-    """Make one sample to check that the dataset does not draw from the process-wide generators.
+    """Make one sample to check that the dataset draws from no generator that several threads would share.
 
     Raises:
-        HastenError: It does.
+        HastenError: It draws from the process-wide generators, or from one of its own.
     """
     if not len(loader.dataset):
         return
     source = SampleFetcher(loader.dataset, loader.collate_fn, "raise", shared=False)
+    held = {
+        path: thing for path, thing in rng.find((loader.dataset, loader.collate_fn)).items() if rng.is_generator(thing)
+    }
+    own = rng.states_of(held)
     with unmoved():
-        before = rng.digest()
+        before, own_before = rng.digest(), rng.raw(held)[-1]
         try:
             if source.reseed is not None:
                 source.reseed(0)
@@ -219,7 +223,16 @@ def _refuse_draws(loader: Any) -> None:
         finally:
             if source.reseed is not None:
                 source.reseed.over()
+            own_after = rng.raw(held)[-1]
+            rng.set_states(held, own)
         drew = rng.digest() != before
+    if own_after != own_before:
+        path = next(now[0] for now, then in zip(own_after, own_before, strict=True) if now != then).partition(".")[2]
+        raise HastenError(
+            f"samples of {type(loader.dataset).__name__} draw from a generator that it holds ({path}), and thread workers "
+            "would draw from it in an order that differs from run to run",
+            'use workers="process", or draw from hasten.data.sample_rng() in the dataset and its transforms',
+        )
     if drew:
         raise HastenError(
             f"samples of {type(loader.dataset).__name__} draw from the process-wide random generators, which thread "
