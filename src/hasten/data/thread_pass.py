@@ -229,8 +229,8 @@ def _refuse_draws(loader: Any) -> None:
     if own_after != own_before:
         path = next(now[0] for now, then in zip(own_after, own_before, strict=True) if now != then).partition(".")[2]
         raise HastenError(
-            f"samples of {type(loader.dataset).__name__} draw from a generator that it holds ({path}), and thread workers "
-            "would draw from it in an order that differs from run to run",
+            f"samples of {type(loader.dataset).__name__} draw from a generator that it holds ({path}), and thread "
+            "workers would draw from it in an order that differs from run to run",
             'use workers="process", or draw from hasten.data.sample_rng() in the dataset and its transforms',
         )
     if drew:
