@@ -128,8 +128,8 @@ class Progress(Callback):
         if self._on_terminal and self._enabled and now - self._drawn_at >= interval:
             self._draw_training(trainer, module, batch_idx + 1)
             self._drawn_at = now
-        # Faster batches need fewer looks. Aim at half an interval, so that an epoch that slows down is still redrawn within
-        # two; and at most at twice the batches seen so far, since the first rates of an epoch are rough.
+        # Faster batches need fewer looks. Aim at half an interval, so that an epoch that slows down is still redrawn
+        # within two; and at most at twice the batches seen so far, since the first rates of an epoch are rough.
         skipped = min(self._batches_per_second * interval / 2, 2.0 * (batch_idx + 1 - self._first_batch), 1e6)
         self._next_look = batch_idx + 1 + int(skipped)
         self.skip_batches = int(skipped)

@@ -38,7 +38,7 @@ class Timer(Callback):
         self._verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
-        self._resumed_seconds = 0.0  # seconds that the resumed run had trained
+        self._before = 0.0  # seconds that the resumed run had trained
 
     def needs(self, hook: str) -> bool:
         """Return False for the batch hook unless training may stop after any batch."""
@@ -54,7 +54,7 @@ class Timer(Callback):
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds that a stage took, or has taken so far."""
-        before = self._resumed_seconds if stage == "train" else 0.0
+        before = self._before if stage == "train" else 0.0
         start = self._start.get(stage)
         return before if start is None else self._end.get(stage, time.monotonic()) - start + before
 
@@ -113,7 +113,7 @@ class Timer(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the training time of the resumed run."""
-        self._resumed_seconds = state_dict.get("time_elapsed", {}).get("train", 0.0)
+        self._before = state_dict.get("time_elapsed", {}).get("train", 0.0)
 
 
 def seconds_of(duration: str | timedelta | dict[str, float]) -> float:
