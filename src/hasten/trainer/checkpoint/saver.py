@@ -119,10 +119,7 @@ class Saver:
         self.check()
 
     def __reduce__(self) -> tuple[type[Saver], tuple[bool, str]]:
-        return Saver, (
-            self._background,
-            self._format,
-        )  # locks and threads cannot be pickled; a copy starts with an empty queue
+        return Saver, (self._background, self._format)  # a copy starts with an empty queue
 
     def __enter__(self) -> Saver:
         return self
@@ -170,7 +167,7 @@ class Saver:
                     self._thread = None  # if it did start after all, it sees that it is not this thread, and ends
                     alone = isinstance(error, RuntimeError) and "new thread" in str(error)
                     if not alone:  # raised by a signal handler, such as DataLoader's when a worker was killed
-                        # Thread.start then deletes the thread from a dict it has left already: a KeyError hides the cause.
+                        # Thread.start may fail to forget a thread that started after all: a KeyError hides it.
                         hidden = error.__context__ if isinstance(error, KeyError) else None
                         interrupted = hidden or error
         if alone:  # the interpreter is shutting down and starts no threads: work here

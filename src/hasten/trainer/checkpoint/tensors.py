@@ -113,7 +113,7 @@ class Entries:
         return stored
 
     def _owners(self, group: list[int]) -> dict[int, int]:
-        """Return, for tensors of one storage, which of them lie inside which other: index by index."""
+        """Return, by index, which tensors of one storage lie inside which other tensor."""
 
         def byte_range(i: int) -> tuple[int, int]:  # first byte, and the one after the last
             tensor = self._added[i][0]
