@@ -22,7 +22,7 @@ class WandbLogger(Logger):
         version: Id of the run, to continue an earlier one.
         offline: Keep the run on this machine; `wandb sync` uploads it later.
         project: Project; default: `WANDB_PROJECT` of the environment, else "hasten".
-        log_model: Upload checkpoints at the end: "all" of them, or True: only the best.
+        log_model: Upload checkpoints at the end: "all" that were kept, or True: only the best.
         prefix: Prefix of metric names, joined with "-".
         experiment: A run that `wandb.init` returned already.
         **kwargs: For `wandb.init`.

@@ -114,6 +114,6 @@ class TensorBoardLogger(FolderLogger):
         """Write buffered events, and close the writer after a success."""
         if self._writer is not None:
             self._writer.flush()
-            if status == "success":  # after a failure, an exception handler may still log
+            if status == "success":  # after a failure, the user's code may still log
                 self._writer.close()
                 self._writer = None
