@@ -48,10 +48,10 @@ class Schedule:
         for name, value in triggers.items():
             if value < 0:
                 raise HastenError(f"ModelCheckpoint({name}={value}): must be 0 or more", "0 switches it off")
-        given = [name for name, value in triggers.items() if value]
-        if len(given) > 1:
+        active = [name for name, value in triggers.items() if value]
+        if len(active) > 1:
             raise HastenError(
-                f"ModelCheckpoint: {' and '.join(given)} exclude each other", "use one ModelCheckpoint for each"
+                f"ModelCheckpoint: {' and '.join(active)} exclude each other", "use one ModelCheckpoint for each"
             )
 
     @property

@@ -103,8 +103,8 @@ class _Packer:
         `hashed`: the value is a dict key or in a set. Tensors are refused there: they hash by identity, which a file
         cannot keep.
         """
-        plain, found = scalar(value)
-        if found:
+        plain, is_small = scalar(value)
+        if is_small:
             return plain
         if isinstance(value, torch.Tensor) and not hashed:
             return self._tensor(value, path)

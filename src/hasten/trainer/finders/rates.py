@@ -136,23 +136,23 @@ class LRFinder(Callback):
             {"model": model, "datamodule": datamodule, "loss": loss, "optimizer": optimizer},
             {"train": train_dataloaders, "val": None},
         )
-        kept = _Copying()
+        copier = _Copying()
         flags = TRIED | {"limit_val_batches": 0, "limit_train_batches": None, "max_epochs": -1, "max_steps": self.steps}
-        before = rng.state()
+        random_state = rng.state()
         self._losses, self._rates, self._ramps = [], [], True
         try:
             with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
-                tried = copied_fit(trainer, fit, loaders, kept.loaders)
-                if loss is None and not getattr(tried["model"], "automatic_optimization", True):
+                arguments = copied_fit(trainer, fit, loaders, copier.loaders)
+                if loss is None and not getattr(arguments["model"], "automatic_optimization", True):
                     raise misconfigured(
                         "LRFinder sets the rate of automatic optimization, and this module steps by itself",
                         "try rates by whole runs",
                     )
-                trainer_on_trial(trainer, flags, self, folder).fit(**tried)
+                trainer_on_trial(trainer, flags, self, folder).fit(**arguments)
         finally:
             self._ramps = False
-            kept.restore()
-            rng.restore(before)
+            copier.restore()
+            rng.restore(random_state)
         return self._found()
 
     # -- within the trial fit -----------------------------------------------------------------------------

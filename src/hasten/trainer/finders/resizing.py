@@ -24,13 +24,13 @@ class SavedGenerators:
     def note(self, loader: Any) -> None:
         """Save the states of a loader's generators, once."""
         if id(loader) not in self._generators:
-            found = rng.find(loader)
-            self._generators[id(loader)] = loader, found, rng.states_of(found)
+            generators = rng.find(loader)
+            self._generators[id(loader)] = loader, generators, rng.states_of(generators)
 
     def restore(self) -> None:
         """Restore the saved states."""
-        for _, found, states in self._generators.values():
-            rng.set_states(found, states)
+        for _, generators, states in self._generators.values():
+            rng.set_states(generators, states)
 
 
 class Resizing(SavedGenerators):

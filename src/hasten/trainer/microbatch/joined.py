@@ -27,7 +27,7 @@ class Log:
 
     def __init__(self, board: LoggedValues) -> None:
         self._board = board
-        self._kept: dict[Any, list[tuple[Any, float]]] = {}
+        self._values: dict[Any, list[tuple[Any, float]]] = {}
         self._calls: dict[Any, inspect.BoundArguments] = {}
         self._sizes: dict[Any, list[int | None]] = {}
         self._terms = 1.0
@@ -56,15 +56,15 @@ class Log:
         self._calls[key] = bound
         self._sizes.setdefault(key, []).append(arguments["batch_size"])
         weight = float(arguments["batch_size"] or self._terms)
-        self._kept.setdefault(key, []).append((_own(arguments["value"], arguments["enable_graph"]), weight))
+        self._values.setdefault(key, []).append((_own(arguments["value"], arguments["enable_graph"]), weight))
 
     def done(self) -> None:
         """Log the merged values."""
-        for key, kept in self._kept.items():
+        for key, parts in self._values.items():
             bound = self._calls[key]
             sizes = [size for size in self._sizes[key] if size is not None]
-            bound.arguments["value"] = _reduced(kept, bound.arguments["reduce_fx"])
-            bound.arguments["batch_size"] = sum(sizes) if len(sizes) == len(kept) else None
+            bound.arguments["value"] = _reduced(parts, bound.arguments["reduce_fx"])
+            bound.arguments["batch_size"] = sum(sizes) if len(sizes) == len(parts) else None
             self._board.log(*bound.args[1:], **bound.kwargs)
 
 

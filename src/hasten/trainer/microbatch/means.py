@@ -243,35 +243,31 @@ class _Parts:
             return loss_of(self._step(batch, 0))
 
 
-def _compared(trainer: Trainer, before: Before, one: _Side, other: _Side, scale: float, draws: bool) -> Look:
-    """Compare the results of the same samples grouped in two ways."""
-    if one.loss is None or other.loss is None:
+def _compared(trainer: Trainer, before: Before, a: _Side, b: _Side, scale: float, draws: bool) -> Look:
+    """Compare the results of the same samples grouped in two ways, by loss and then by gradients."""
+    if a.loss is None or b.loss is None:
         return Look("", False)
-    relative, unit = _rounding(trainer, before.parameters)
-    allowed = _RANDOM if draws else max(relative, _ROUNDING)
-    finite = math.isfinite(one.loss)
-    if finite != math.isfinite(other.loss) or (
-        finite and abs(other.loss - one.loss) > allowed * max(other.size, one.size) + 1e-6
-    ):
-        return Look(
-            f"the loss of some samples is {one.loss:.4g}, and {other.loss:.4g} when they are parted otherwise", False
-        )
-    if one.gradients is None or other.gradients is None:
+    tolerance, unit = _rounding(trainer, before.parameters)
+    allowed = _RANDOM if draws else max(tolerance, _ROUNDING)
+    finite = math.isfinite(a.loss)
+    if finite != math.isfinite(b.loss) or (finite and abs(b.loss - a.loss) > allowed * max(b.size, a.size) + 1e-6):
+        return Look(f"the loss of some samples is {a.loss:.4g}, and {b.loss:.4g} when they are parted otherwise", False)
+    if a.gradients is None or b.gradients is None:
         return Look("", False)
-    norms = _norm(one.gradients), _norm(other.gradients)
-    off = _norm([_minus(left, right, 1.0) for left, right in zip(one.gradients, other.gradients, strict=True)])
-    if not math.isfinite(off):
+    norms = _norm(a.gradients), _norm(b.gradients)
+    distance = _norm([_minus(left, right, 1.0) for left, right in zip(a.gradients, b.gradients, strict=True)])
+    if not math.isfinite(distance):
         # A single sample may have larger gradients than a mean: in fp16 the one may overflow, and the other not.
         if scale == 1.0 and math.isfinite(norms[0]) != math.isfinite(norms[1]):
             return Look("gradients of some samples are finite, and not when they are parted otherwise", True)
         return Look("", False)
-    largest = max(one.norm, other.norm)
+    largest = max(a.norm, b.norm)
     # Where little is left to learn, the gradient itself consists of rounding errors of numbers as large as the loss.
     weights = _norm([part for part in before.parameters if part.requires_grad])
-    left = 8 * unit * scale * max(1.0, abs(one.loss)) / (weights or 1.0)
-    if off <= relative * largest + left:
+    noise_floor = 8 * unit * scale * max(1.0, abs(a.loss)) / (weights or 1.0)
+    if distance <= tolerance * largest + noise_floor:
         return Look("", True)
-    return Look(f"gradients of some samples, parted in two ways, are {100 * off / largest:.2g} % apart", True)
+    return Look(f"gradients of some samples, parted in two ways, are {100 * distance / largest:.2g} % apart", True)
 
 
 def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:
@@ -285,11 +281,11 @@ def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:
     return _ROUNDING, 2.0**-23
 
 
-def _minus(whole: torch.Tensor | None, part: torch.Tensor | None, share: float) -> torch.Tensor | None:
-    """Return `whole - share * part`, where None is zero."""
+def _minus(total: torch.Tensor | None, part: torch.Tensor | None, share: float) -> torch.Tensor | None:
+    """Return `total - share * part`, where None is zero."""
     if part is None:
-        return whole
-    return part * -share if whole is None else whole - part * share
+        return total
+    return part * -share if total is None else total - part * share
 
 
 def _norm(tensors: Gradients | list[torch.Tensor]) -> float:
