@@ -1,4 +1,4 @@
-"""Callbacks: what takes part in a training beside the module. rich is imported only when something is drawn."""
+"""The callbacks that ship with the Trainer. rich is imported only when a progress line is drawn."""
 
 from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason

@@ -1,4 +1,4 @@
-"""Callback: what a person overrides to take part in a training."""
+"""Callback: the base class whose hooks a user overrides to take part in a training."""
 
 from __future__ import annotations
 
@@ -6,173 +6,185 @@ from typing import Any
 
 
 class Callback:
-    """Takes part in a training by overriding some of the hooks below; all of them do nothing.
+    """Base class of callbacks: override some of the hooks below. Every hook does nothing by default.
 
-    The Trainer looks once, at set-up, which hooks a callback overrides, and calls only those: a hook that is not
-    overridden costs nothing per step. Names, arguments and order are those that people know. `trainer` is the
-    `hasten.Trainer`, `module` what it trains.
+    When a run is set up, the Trainer looks once at which hooks a callback overrides and calls only those: a hook that
+    is not overridden costs nothing per step. Names, arguments and order of the hooks are those that users of other
+    trainers know. `trainer` is the `hasten.Trainer`, `module` is the module that it trains.
 
     Attributes:
-        skip_batches: None: `on_train_batch_end` is called for every batch. A number: how many of its coming calls this
-            callback can do without. The loop may leave that many out, but calls for the last batch of an epoch where
-            it knows which one that is. A callback must not rely on being left out.
+        skip_batches: None: `on_train_batch_end` is called for every batch. A number: how many of the following calls
+            this callback can do without. The loop may skip up to that many, but always calls the hook for the last
+            batch of an epoch where it knows which batch that is. A callback must not rely on being skipped.
     """
 
     skip_batches: int | None = None
 
     def needs(self, hook: str) -> bool:
-        """Whether, by its settings, this callback has anything to do in a hook it overrides.
+        """Return whether this callback, with its current settings, has anything to do in a hook that it overrides.
 
-        The Trainer asks once, when a run begins, after `setup`; no means the hook is not called in this run.
+        The Trainer asks once, when a run begins, after `setup`. If False, the hook is not called in this run.
         """
         return True
 
     @property
     def state_key(self) -> str:
-        """Where `checkpoint["callbacks"]` keeps this callback's state; one that may be used twice makes it unique."""
+        """The key of this callback's state in `checkpoint["callbacks"]`.
+
+        A class whose callbacks may be used more than once in a Trainer must make it unique.
+        """
         return type(self).__qualname__
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """A state key that tells apart callbacks of one class by how they were built."""
+        """Return a state key that distinguishes callbacks of one class by their arguments."""
         return f"{type(self).__qualname__}{kwargs!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """State to be saved: plain values and tensors only."""
+        """Return the state to save in checkpoints: plain values and tensors only."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """A run begins. `stage`: fit, validate, test or predict."""
+        """Called when a run begins. `stage`: fit, validate, test or predict."""
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """A run has ended."""
+        """Called when a run has ended."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """`fit` begins; the model is on its device."""
+        """Called when `fit` begins; the model is on its device."""
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
-        """`fit` has ended."""
+        """Called when `fit` has ended."""
 
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
-        """The few validation batches before training begin."""
+        """Called before the few validation batches that run before training."""
 
     def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
-        """The few validation batches before training are over."""
+        """Called after the few validation batches that run before training."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Training begins."""
+        """Called when training begins."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Training has ended."""
+        """Called when training has ended."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A pass through the training data begins."""
+        """Called when a pass through the training data begins."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """A pass through the training data, with the validation that belongs to it, is over."""
+        """Called when a pass through the training data, including its validation, is over."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        """A training batch is on the device; -1 ends the epoch."""
+        """Called when a training batch is on the device. Return -1 to end the epoch."""
         return None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A training batch is done. `outputs` is what `training_step` gave; its loss is unread."""
+        """Called after a training batch.
+
+        `outputs` is what `training_step` returned. Its loss has not been read from the device: `.item()` waits for it.
+        """
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Gradients are about to be cleared."""
+        """Called before gradients are cleared."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        """`loss.backward()` comes next."""
+        """Called before `loss.backward()`."""
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        """`loss.backward()` is done; the optimizer has not stepped."""
+        """Called after `loss.backward()`, before the optimizer steps."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Gradients are complete, not yet clipped; `optimizer.step()` comes next."""
+        """Called before `optimizer.step()`; gradients are complete but not yet clipped."""
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Validation begins."""
+        """Called when validation begins."""
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Validation is over."""
+        """Called when validation is over."""
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A pass through the validation data begins."""
+        """Called when a pass through the validation data begins."""
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        """A pass through the validation data is over."""
+        """Called when a pass through the validation data is over."""
 
     def on_validation_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is on the device."""
+        """Called when a validation batch is on the device."""
 
     def on_validation_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation batch is done."""
+        """Called after a validation batch."""
 
     def on_test_start(self, trainer: Any, module: Any) -> None:
-        """Testing begins."""
+        """Called when testing begins."""
 
     def on_test_end(self, trainer: Any, module: Any) -> None:
-        """Testing is over."""
+        """Called when testing is over."""
 
     def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A pass through the test data begins."""
+        """Called when a pass through the test data begins."""
 
     def on_test_epoch_end(self, trainer: Any, module: Any) -> None:
-        """A pass through the test data is over."""
+        """Called when a pass through the test data is over."""
 
     def on_test_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is on the device."""
+        """Called when a test batch is on the device."""
 
     def on_test_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A test batch is done."""
+        """Called after a test batch."""
 
     def on_predict_start(self, trainer: Any, module: Any) -> None:
-        """Prediction begins."""
+        """Called when prediction begins."""
 
     def on_predict_end(self, trainer: Any, module: Any) -> None:
-        """Prediction is over."""
+        """Called when prediction is over."""
 
     def on_predict_epoch_start(self, trainer: Any, module: Any) -> None:
-        """A pass through the prediction data begins."""
+        """Called when a pass through the prediction data begins."""
 
     def on_predict_epoch_end(self, trainer: Any, module: Any) -> None:
-        """A pass through the prediction data is over."""
+        """Called when a pass through the prediction data is over."""
 
     def on_predict_batch_start(
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A prediction batch is on the device."""
+        """Called when a prediction batch is on the device."""
 
     def on_predict_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A prediction batch is done."""
+        """Called after a prediction batch."""
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """An exception, also KeyboardInterrupt, ends the run."""
+        """Called when an exception, including KeyboardInterrupt, ends the run."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; it may be added to or changed."""
+        """Called before a checkpoint is written; the callback may add to it or change it."""
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read, to go on from it."""
+        """Called after the checkpoint to resume from was read."""
 
 
 def callbacks_named(callbacks: list[Any], *names: str) -> list[Any]:
-    """Return the callbacks that are of one of these classes, of whatever framework."""
+    """Return the callbacks whose class, or a base class of it, has one of these names.
+
+    By name, so that the callbacks of other frameworks match too without an import of those.
+    """
     return [callback for callback in callbacks if any(kind.__name__ in names for kind in type(callback).__mro__)]
 
 
 def state_key(callback: Any) -> str:
-    """Return the name under which checkpoints hold a callback's state; a callback may be any object with hooks."""
+    """Return the key under which checkpoints store a callback's state.
+
+    A callback may be any object with hooks, so it may lack `state_key`.
+    """
     return str(getattr(callback, "state_key", type(callback).__qualname__))

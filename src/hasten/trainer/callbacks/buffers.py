@@ -1,4 +1,9 @@
-"""Buffers of a module, such as BatchNorm's statistics: a copy from before a step, and whether they are spoilt."""
+"""Copy a module's buffers (such as BatchNorm's statistics) before a step, restore them, and find corrupt ones.
+
+`BufferCopies` copies the buffers before each step and restores them when the step is dropped. To keep that cheap,
+buffers of one device and dtype are copied into one flat tensor. `nonfinite_buffers` names the buffers that must not be
+saved.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,13 @@ _pointer = torch.Tensor.data_ptr
 
 
 class BufferCopies:
-    """A copy of all buffers of a module, from which they can be put back when a step is dropped.
+    """A copy of all buffers of a module, used to restore them when a step is dropped.
 
-    A forward writes to buffers before anybody knows whether its loss is finite, so a step that is dropped must undo
-    that, or one NaN sample stays in BatchNorm's statistics for ever.
+    The forward pass writes to buffers before anybody knows whether its loss is finite. A dropped step must undo those
+    writes; otherwise one NaN sample would stay in BatchNorm's statistics for good.
 
     Args:
-        module: Whose buffers. Those registered later are copied from the next `look` on.
+        module: The module whose buffers are copied. A buffer registered later is copied from the next `look` on.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -28,7 +33,7 @@ class BufferCopies:
         self.look()
 
     def look(self) -> None:
-        """Find the buffers; walking through the modules is too slow for each step."""
+        """Find the buffers. Walking through all modules is too slow to do at each step."""
         seen: set[int] = set()
         self._slots: list[tuple[dict[str, Any], str]] = []
         for owner in self._module.modules():
@@ -40,83 +45,89 @@ class BufferCopies:
         self._groups: list[_Group] = []
 
     def take(self) -> None:
-        """Copy the buffers as they are now."""
+        """Copy the current buffers."""
         now = [buffers.get(name) for buffers, name in self._slots]
+        # Compare identity: an in-place change (`running_mean.mul_()`) keeps the tensor, so its group still fits.
         if len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)):
-            self._tensors = now  # the first time, or `self.buffer = ...` put another tensor there
-            self._groups = [_Group(tensors) for tensors in by_kind(one for one in now if one is not None)]
+            self._tensors = now  # the first time, or `self.buffer = ...` replaced a tensor
+            self._groups = [_Group(tensors) for tensors in by_kind(tensor for tensor in now if tensor is not None)]
         with torch.no_grad():
             for group in self._groups:
                 group.take()
 
     def put_back(self) -> None:
-        """Give the buffers the values of the last `take`."""
+        """Restore the buffers to the values of the last `take`."""
         self._same_tensors()
         with torch.no_grad():
             for group in self._groups:
                 torch._foreach_copy_(group.tensors, group.views)
 
     def put_back_if(self, flag: torch.Tensor) -> None:
-        """Do the same where `flag`, one value on the device, is not 0, and do not wait for the device."""
+        """Restore the buffers if `flag`, a single value on the device, is not 0, without waiting for the device."""
         self._same_tensors()
         with torch.no_grad():
             for group in self._groups:
                 now = torch.cat([tensor.reshape(-1) for tensor in group.tensors])
-                # Not a product: NaN times 0 is NaN.
+                # `where` rather than multiplying by the flag: NaN times 0 is NaN.
                 torch.where(flag.to(now.device) != 0, group.flat, now, out=now)
                 torch._foreach_copy_(group.tensors, _views(now, group.tensors))
 
     def _same_tensors(self) -> None:
-        """Put the tensors themselves back where the forward put others."""
+        """Put the original tensor objects back where the forward replaced them."""
         for (buffers, name), tensor in zip(self._slots, self._tensors, strict=False):
             if buffers.get(name) is not tensor:
                 buffers[name] = tensor
 
     def state_dict(self) -> list[torch.Tensor]:
-        """The copies; they change with the next `take`."""
+        """Return a clone of the copies, one flat tensor per group."""
         return [group.flat.clone() for group in self._groups]
 
-    def load_state_dict(self, kept: list[torch.Tensor]) -> None:
-        """Go on with the copies of another process, where they fit."""
+    def load_state_dict(self, copies: list[torch.Tensor]) -> None:
+        """Take over the copies of another process, unless their number or shapes differ."""
         self.take()
-        if [one.shape for one in kept] == [group.flat.shape for group in self._groups]:
-            for group, one in zip(self._groups, kept, strict=True):
-                group.flat.copy_(one)
+        if [copy.shape for copy in copies] == [group.flat.shape for group in self._groups]:
+            for group, copy in zip(self._groups, copies, strict=True):
+                group.flat.copy_(copy)
 
 
 class _Group:
-    """Buffers of one device and dtype, and their copies: one tensor, and its parts in their shapes."""
+    """Buffers of one device and dtype, and their copies.
+
+    The copies are stored in one flat tensor; `views` are its parts in the buffers' shapes.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
         self.flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
         self.views = _views(self.flat, tensors)
-        # The tensors' own memory in one dimension each. A CPU copies those in one operation, in place of one a tensor.
-        in_one = self.flat.device.type == "cpu" and all(tensor.is_contiguous() for tensor in tensors)
-        self._rows = [tensor.detach().view(-1) for tensor in tensors] if in_one else []
+        # 1-d views of the tensors' own memory: on a CPU, one torch.cat copies them all, instead of one copy per tensor.
+        contiguous_on_cpu = self.flat.device.type == "cpu" and all(tensor.is_contiguous() for tensor in tensors)
+        self._rows = [tensor.detach().view(-1) for tensor in tensors] if contiguous_on_cpu else []
         self._pointers = list(map(_pointer, tensors))
 
     def take(self) -> None:
-        """Copy the tensors as they are now."""
+        """Copy the current tensors."""
         if self._rows and list(map(_pointer, self.tensors)) == self._pointers:
             torch.cat(self._rows, out=self.flat)
-        else:  # on a GPU, or `buffer.data = ...` gave one of them other memory
+        else:  # on a GPU, not contiguous, or `buffer.data = ...` gave a buffer other memory
             torch._foreach_copy_(self.views, self.tensors)
 
 
 def _views(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Split a flat tensor into views with the shapes of these tensors."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def nonfinite_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = frozenset()) -> list[str]:
-    """Return the names of saved buffers that hold what none should: NaN, or infinity in the statistics of a norm.
+    """Return the names of saved buffers with invalid values: NaN, or infinity in the statistics of a norm layer.
 
-    A mask may well be full of infinities, and "not known yet" may be NaN from the start.
+    Infinity elsewhere is allowed (an attention mask may be full of it), and so is NaN that was there from the start (a
+    placeholder for "not known yet").
 
     Args:
-        module: Whose buffers.
-        spoilt_before: Names of those that held NaN when the training began.
+        module: The module whose buffers are checked.
+        spoilt_before: Names of the buffers that held NaN when the training began.
     """
     statistics, others = {}, {}
     for prefix, owner in module.named_modules():

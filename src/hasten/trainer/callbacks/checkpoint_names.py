@@ -1,4 +1,4 @@
-"""Where checkpoints lie, and what they are called: `{epoch}-{val_loss:.2f}` filled in."""
+"""Names of checkpoint files, filled in from templates such as `{epoch}-{val_loss:.2f}`, and their default folders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hasten.errors import HastenError
 
 
 def checkpoint_name(template: str, metrics: Mapping[str, Any], insert_names: bool) -> str:
-    """Fill in a template; a metric that was not logged is 0.
+    """Return a template filled in with metrics; a metric that was not logged is 0.
 
     Args:
-        template: Such as `"{epoch}-{val/loss:.2f}"`. Only the metrics it names are read.
+        template: Such as `"{epoch}-{val/loss:.2f}"`. Only the metrics that it names are read from the device.
         metrics: Numbers or 0-dim tensors by name.
         insert_names: Write `epoch=3` for `{epoch}`, not `3`.
 
@@ -30,6 +30,7 @@ def checkpoint_name(template: str, metrics: Mapping[str, Any], insert_names: boo
             if name is not None:
                 value = metrics.get(name, 0)
                 value = value.item() if isinstance(value, torch.Tensor) else value
+                # A metric is a float, even a counter: `{val_count:d}` would fail on 3.0.
                 if spec and spec[-1] == "d":
                     value = int(value)
                 parts.append((f"{name}=" if insert_names else "") + format(value, spec or ""))
@@ -41,7 +42,7 @@ def checkpoint_name(template: str, metrics: Mapping[str, Any], insert_names: boo
 
 
 def default_folder(trainer: Any) -> Path:
-    """Return where checkpoints go if nobody says: a folder of the run's own, beside the first logger's files."""
+    """Return the default folder for checkpoints: one per run, beside the first logger's files."""
     folder = _experiment_folder(trainer)
     if trainer.loggers and (version := trainer.loggers[0].version) is not None:
         folder /= version if isinstance(version, str) else f"version_{version}"
@@ -49,13 +50,13 @@ def default_folder(trainer: Any) -> Path:
 
 
 def earlier_folders(trainer: Any) -> list[str]:
-    """Return where earlier runs may have left checkpoints if nobody says; none is made."""
-    found = [str(path) for path in _experiment_folder(trainer).glob("*/checkpoints")] if trainer.loggers else []
-    return [*found, str(Path(trainer.default_root_dir) / "checkpoints")]
+    """Return the default folders in which earlier runs may have left checkpoints. Creates none."""
+    folders = [str(path) for path in _experiment_folder(trainer).glob("*/checkpoints")] if trainer.loggers else []
+    return [*folders, str(Path(trainer.default_root_dir) / "checkpoints")]
 
 
 def _experiment_folder(trainer: Any) -> Path:
-    """Return where the first logger keeps its runs, one folder each: its save_dir and name."""
+    """Return the folder that holds the first logger's runs, one folder each: its `save_dir` and name."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]

@@ -13,7 +13,7 @@ from hasten.trainer.callbacks.shared import check_mode, metric, missing_metric, 
 
 
 class EarlyStoppingReason(Enum):
-    """Why training was stopped."""
+    """The reason why training was stopped."""
 
     NOT_STOPPED = 0
     STOPPING_THRESHOLD = 1
@@ -23,31 +23,31 @@ class EarlyStoppingReason(Enum):
 
 
 class EarlyStopping(Callback):
-    """Stop when a monitored metric has not improved for `patience` checks. All ranks stop if one does.
+    """Stop when a monitored metric has not improved for `patience` checks. All ranks stop if one of them does.
 
     Args:
         monitor: Name of the metric.
         min_delta: Smallest change that counts as an improvement.
         patience: Checks without improvement before training stops.
-        verbose: Say when the metric improves and why training stops.
+        verbose: Print when the metric improves and why training stops.
         mode: "min" if smaller is better, "max" if larger is.
-        strict: Raise if the metric was not logged; else do nothing.
+        strict: Raise an error if the metric was not logged; otherwise skip the check.
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop once the metric is better than this.
         divergence_threshold: Stop once the metric is worse than this.
         check_on_train_epoch_end: Check at the end of the training epoch, not of validation; None: at the end of the
             epoch if validation runs exactly once an epoch.
-        log_rank_zero_only: Taken for scripts that pass it; only rank 0 speaks anyway.
+        log_rank_zero_only: Accepted for compatibility and ignored: only rank 0 prints anyway.
 
     Attributes:
         wait_count: Checks since the last improvement.
-        stopped_epoch: Epoch in which it stopped; 0 if it did not.
+        stopped_epoch: Epoch in which it stopped training; 0 if it did not.
         best_score: Best value so far, a 0-dim tensor.
-        stopping_reason: Why it stopped.
+        stopping_reason: Why it stopped training.
         stopping_reason_message: The same in words.
 
     Raises:
-        HastenError: No such mode; at run time, no such metric.
+        HastenError: The mode is unknown; at run time, the metric was not logged.
     """
 
     def __init__(
@@ -82,37 +82,38 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._check_on_train_epoch_end = check_on_train_epoch_end
         self._fitting = False
-        self._was_over = False  # a checkpoint said so
+        self._was_over = False  # the resumed checkpoint says that training had stopped
 
     @property
     def state_key(self) -> str:
-        """Unique by what it monitors."""
+        """Key of its state, unique by metric and mode."""
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Settle on when to check."""
+        """Decide when to check."""
         self._fitting = stage == "fit"
         if self._check_on_train_epoch_end is None:
             self._check_on_train_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """A run that was killed after it was told to stop does not begin another epoch."""
+        """Stop at once if the resumed run had already stopped and was killed before it ended."""
         if self._was_over:
             self._was_over = False
             trainer.should_stop = True
             say(trainer, f"EarlyStopping: this training had stopped before: {self.stopping_reason_message}")
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Check, unless checks belong to validation."""
+        """Check the metric, unless checks follow validation."""
         if self._check_on_train_epoch_end:
             self._check(trainer)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Check, unless checks belong to the epoch's end."""
+        """Check the metric, unless checks follow the training epoch."""
         if not self._check_on_train_epoch_end and self._fitting and not trainer.sanity_checking:
             self._check(trainer)
 
     def _check(self, trainer: Any) -> None:
+        """Read the metric and stop training on all ranks if one rank has a reason to."""
         if trainer.fast_dev_run:
             return
         current = metric(trainer.callback_metrics, self.monitor)
@@ -135,12 +136,14 @@ class EarlyStopping(Callback):
         return bool(value < than if self.mode == "min" else value > than)
 
     def _judge(self, current: torch.Tensor) -> tuple[EarlyStoppingReason, str]:
+        """Return whether and why to stop, with a message; update the best score and the wait count."""
         value = f"{self.monitor} = {current.item():.6g}"
         best = f"the best was {self.best_score.item():.6g}"
         if self.check_finite and not math.isfinite(current):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{value} is not finite; {best}"
         if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
             return EarlyStoppingReason.STOPPING_THRESHOLD, f"{value} reached {self.stopping_threshold}"
+        # Negating both reverses the comparison: worse than the threshold, in either mode.
         if self.divergence_threshold is not None and self._better(-current, -self.divergence_threshold):
             return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{value} is worse than {self.divergence_threshold}"
         if self._better(current - self.min_delta, self.best_score):
@@ -153,7 +156,7 @@ class EarlyStopping(Callback):
         return EarlyStoppingReason.NOT_STOPPED, ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The best so far and how long ago it was."""
+        """Return the best score, the checks since then and the reason for stopping."""
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -164,7 +167,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on waiting where the run left off."""
+        """Continue counting checks where the resumed run left off."""
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = torch.as_tensor(state_dict["best_score"])

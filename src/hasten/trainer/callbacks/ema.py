@@ -1,4 +1,4 @@
-"""EMA: the exponential moving average of the weights, often better than the weights themselves."""
+"""EMA: keep an exponential moving average of the weights, which often performs better than the weights themselves."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hasten.errors import HastenError
 from hasten.parallel.sharded import local, share_of
 from hasten.trainer.callbacks.base import Callback
 
-_RAW = "current_model_state"  # the key that other trainers' averages use, too
+_RAW = "current_model_state"  # the key that other trainers' averaging callbacks use, too
 
 
 class EMA(Callback):
     """Keep an exponential moving average of the trained parameters; validate, test and save with it.
 
-    After an optimizer step, `average += (1 - decay) * (weights - average)`, for all parameters in one
-    `torch._foreach_lerp_`; half-precision parameters are averaged in float32. Buffers (BatchNorm's statistics) are
-    the model's own current ones. Frozen parameters are left out.
+    After an optimizer step, `average += (1 - decay) * (weights - average)`, for all parameters of one device and dtype
+    in one `torch._foreach_lerp_`; half-precision parameters are averaged in float32. Frozen parameters are left out.
+    Buffers (BatchNorm's statistics) are not averaged: the model's current ones are used.
 
-    A checkpoint's `state_dict` holds the averaged weights, so that who loads it gets what validation measured; the
-    weights that training goes on with are beside it, so that a resumed run is exact.
+    A checkpoint's `state_dict` holds the averaged weights, so that whoever loads it gets the weights that were
+    validated. The weights that training continues with are stored beside it, so that a resumed run is exact.
 
     Args:
-        decay: How much of the average stays at each update, 0 to 1.
-        every_n_steps: Update after every so many optimizer steps.
+        decay: Share of the average that is kept at each update, 0 to 1.
+        every_n_steps: Optimizer steps between two updates.
         start_step: Optimizer steps before averaging begins.
         warmup: Begin with a smaller decay, `(1 + n) / (10 + n)` at update n, so that early weights are soon forgotten.
         validate_with_average: Validate and test with the averaged weights.
@@ -37,7 +37,7 @@ class EMA(Callback):
         updates: Updates so far.
 
     Raises:
-        HastenError: An argument out of its range.
+        HastenError: An argument is out of its range.
     """
 
     changes_saved_weights = True
@@ -68,17 +68,17 @@ class EMA(Callback):
         self._step = 0  # optimizer steps seen
         self._average: dict[str, torch.Tensor] = {}
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor], bool]] = []
-        self._kept: list[torch.Tensor] = []  # the weights themselves, while the model holds the average
-        self._loaded: dict[str, torch.Tensor] | None = None  # what a checkpoint brought, until training starts
+        self._raw_weights: list[torch.Tensor] = []  # the raw weights, while the model holds the average
+        self._loaded: dict[str, torch.Tensor] | None = None  # the average from a checkpoint, until training starts
         self._fitting = False
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Note whether this is training."""
+        """Note whether this run trains."""
         self._fitting = stage == "fit"
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin with the weights as they are, or go on with a checkpoint's average."""
-        self._kept = []
+        """Start the average from the current weights, or continue with a checkpoint's average."""
+        self._raw_weights = []
         self._groups = []
         if self._loaded is not None:
             self._begin(module)
@@ -92,6 +92,7 @@ class EMA(Callback):
         self._step = trainer.global_step
 
     def _begin(self, module: Any) -> None:
+        """Start the average as a copy of the trained parameters."""
         self._average = {
             name: p.detach().to(_wide(p.dtype), copy=True)
             for name, p in module.named_parameters()
@@ -100,10 +101,11 @@ class EMA(Callback):
         self._groups = []
 
     def _group(self, module: Any) -> None:
-        """Averages and parameters by device and dtype, as `torch._foreach` functions want them; once, not each step.
+        """Group averages and parameters by device and dtype, as `torch._foreach` functions need them; not per step.
 
-        Not before the first update: under torch 2.9 (no longer under 2.13) FSDP's first forward moves a rank's part to
-        other memory where the parts have several sizes, and what was taken before then is never updated.
+        Called at the first update, not earlier: under torch 2.9 (no longer under 2.13) FSDP's first forward moves a
+        rank's shard to other memory if the shards differ in size. Tensors grouped before that would never see an
+        update.
         """
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor], bool]] = {}
         parameters = dict(module.named_parameters())
@@ -111,13 +113,14 @@ class EMA(Callback):
             parameter = parameters[name]
             key = average.device, parameter.dtype
             averages, weights, _ = groups.setdefault(key, ([], [], parameter.dtype == average.dtype))
-            averages.append(local(average))  # of a sharded model each process averages its part
+            averages.append(local(average))  # each process averages its own shard of a sharded model
             weights.append(local(parameter))
         self._groups = list(groups.values())
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Update if the optimizer stepped."""
+        """Update the average if the optimizer stepped."""
         step = trainer.global_step
+        # The hook comes once per batch; while gradients accumulate, no step was made.
         if step == self._step:
             return
         self._step = step
@@ -131,11 +134,12 @@ class EMA(Callback):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         with torch.no_grad():
             for averages, weights, is_wide in self._groups:
-                now = weights if is_wide else [weight.to(averages[0].dtype) for weight in weights]
-                torch._foreach_lerp_(averages, now, 1 - decay)
+                current = weights if is_wide else [weight.to(averages[0].dtype) for weight in weights]
+                torch._foreach_lerp_(averages, current, 1 - decay)
         self.updates += 1
 
     def _weights(self, module: Any) -> list[torch.Tensor]:
+        """Return the averaged parameters of the module, in the order of the average."""
         return [p.detach() for name, p in module.named_parameters() if name in self._average]
 
     # -- using the average -----------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class EMA(Callback):
         """Copy the averaged weights into a module with the same parameters.
 
         Raises:
-            HastenError: There is no average yet, or a parameter is missing.
+            HastenError: There is no average yet, or the module lacks one of its parameters.
         """
         if not self._average:
             raise HastenError("EMA.apply_to: there is no average yet", f"it begins at step {self.start_step} of fit")
@@ -158,7 +162,7 @@ class EMA(Callback):
 
     @contextmanager
     def averaged(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within the block, the module has the averaged weights."""
+        """Give the module the averaged weights within the block."""
         self._swap_in(module)
         try:
             yield
@@ -166,27 +170,32 @@ class EMA(Callback):
             self._swap_out(module)
 
     def _swap_in(self, module: Any) -> None:
-        if self._average and not self._kept:
+        """Save the module's weights and replace them by the average, unless that is done already."""
+        if self._average and not self._raw_weights:
             weights = self._weights(module)
-            self._kept = [weight.clone() for weight in weights]
+            self._raw_weights = [weight.clone() for weight in weights]
             torch._foreach_copy_([*map(local, weights)], [*map(local, self._average.values())])
 
     def _swap_out(self, module: Any) -> None:
-        if self._kept:
-            torch._foreach_copy_([*map(local, self._weights(module))], [*map(local, self._kept)])
-            self._kept = []
+        """Restore the saved weights, if the module holds the average."""
+        if self._raw_weights:
+            torch._foreach_copy_([*map(local, self._weights(module))], [*map(local, self._raw_weights)])
+            self._raw_weights = []
 
     def _evaluates(self, trainer: Any) -> bool:
-        """What was loaded from a checkpoint to be tested is averaged already."""
+        """Return whether to evaluate with the average.
+
+        Not in a `validate` or `test` of a checkpoint: the weights loaded from it are averaged already.
+        """
         return self.validate_with_average and (self._fitting or trainer.ckpt_path is None)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Validate the average."""
+        """Swap in the average for validation."""
         if self._evaluates(trainer):
             self._swap_in(module)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Training goes on with the weights."""
+        """Restore the weights for training."""
         self._swap_out(module)
 
     def on_test_start(self, trainer: Any, module: Any) -> None:
@@ -197,18 +206,18 @@ class EMA(Callback):
         self._swap_out(module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Validation may have been cut short."""
+        """Restore the weights, in case the exception ended a validation."""
         self._swap_out(module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Leave the average in the model, if asked to."""
+        """Leave the average in the model if `apply_at_end` is set."""
         if self.apply_at_end and self._average:
             self.apply_to(module)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the averaging is; the average itself is in the checkpoint (see `on_save_checkpoint`)."""
+        """Return the counters; the average itself is in the checkpoint (see `on_save_checkpoint`)."""
         return {"updates": self.updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,12 +225,12 @@ class EMA(Callback):
         self._step = state_dict["step"]
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Averaged weights where everybody looks for weights; those that training goes on with beside them."""
+        """Store the averaged weights as the `state_dict`, and the weights that training continues with beside it."""
         if not self._average:
             return
-        weights = dict(zip(self._average, self._kept or self._weights(module), strict=True))
+        weights = dict(zip(self._average, self._raw_weights or self._weights(module), strict=True))
         names = {id(p): name for name, p in module.named_parameters()}
-        aliases = {  # also the other names of tied weights
+        aliases = {  # state_dict key -> parameter name; tied weights have several keys
             key: names[id(p)] for key, p in module.state_dict(keep_vars=True).items() if names.get(id(p)) in weights
         }
         saved = checkpoint["state_dict"]
@@ -234,7 +243,7 @@ class EMA(Callback):
         checkpoint["ema"] = {name: a for name, a in self._average.items() if a.dtype != weights[name].dtype}
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Resuming: the weights go into the model, the average comes here."""
+        """On resuming, load the raw weights into the model and keep the average for `on_train_start`."""
         if _RAW not in checkpoint or not self._fitting:
             return
         averaged = {**checkpoint["state_dict"], **checkpoint.get("ema", {})}
@@ -243,9 +252,12 @@ class EMA(Callback):
         checkpoint["state_dict"] = checkpoint[_RAW]
         trainer.engine.strategy.load_model(
             module, checkpoint[_RAW], True
-        )  # also where the averaged ones were loaded already
+        )  # again: the averaged weights may have been loaded before this hook
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return a tensor in a format in which small changes are not lost: half precision does not resolve 1 - decay."""
+    """Return the dtype in which to average parameters of this dtype: at least float32.
+
+    Half precision cannot represent `1 - decay` steps: they would be rounded away.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -1,4 +1,4 @@
-"""LearningRateMonitor: log what the schedulers do."""
+"""LearningRateMonitor: log the learning rates that the schedulers set."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class LearningRateMonitor(Callback):
     A scheduler's `name` replaces `lr-Adam`; a group's `name` replaces `pg1`.
 
     Args:
-        logging_interval: "step", "epoch", or None: as each scheduler's own interval.
+        logging_interval: "step", "epoch", or None: each scheduler's own interval.
         log_momentum: Also log momentum (Adam's first beta), as `lr-Adam-momentum`.
         log_weight_decay: Also log weight decay, as `lr-Adam-weight_decay`.
 
     Attributes:
-        lrs: Name -> learning rates logged so far.
+        lrs: Learning rates logged so far, by name.
 
     Raises:
-        HastenError: No such interval; at run time, no logger, or two groups of one name.
+        HastenError: The interval is unknown; at run time, there is no logger, or two groups have the same name.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class LearningRateMonitor(Callback):
         self._logged_step = -1
 
     def needs(self, hook: str) -> bool:
-        """Only one of the two hooks, if an interval was given."""
+        """Return False for the hook of the other interval, if `logging_interval` is set."""
         left_out = {"epoch": "on_train_batch_start", "step": "on_train_epoch_start"}
         return hook != left_out.get(self.logging_interval or "")
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Name everything once, so that mistakes show before the first step."""
+        """Name all optimizers and groups, so that mistakes show before the first step."""
         if not trainer.loggers:
             raise HastenError("LearningRateMonitor has nowhere to log to", "give the Trainer a logger")
         names = [name for _, names, _ in _named(trainer) for name in names]
@@ -64,16 +64,19 @@ class LearningRateMonitor(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         """Log at the steps at which the Trainer logs."""
         step, every = trainer.logged_steps, trainer.log_every_n_steps
-        if every and (step + 1) % every == 0 and step != self._logged_step:  # a step may have several batches
+        if (
+            every and (step + 1) % every == 0 and step != self._logged_step
+        ):  # a step may have several batches (accumulation)
             self._logged_step = step
             self._log(trainer, "step")
         return None
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Log once an epoch."""
+        """Log once per epoch."""
         self._log(trainer, "epoch")
 
     def _log(self, trainer: Any, interval: str) -> None:
+        """Log the groups of all optimizers whose values are logged at this interval."""
         stats: dict[str, float] = {}
         for optimizer, names, own_interval in _named(trainer):
             if self.logging_interval is not None or own_interval in (interval, "any"):
@@ -85,9 +88,12 @@ class LearningRateMonitor(Callback):
                 logger.log_metrics(stats, step=trainer.logged_steps)
 
     def _of_group(self, group: dict[str, Any], name: str) -> dict[str, float]:
+        """Return a group's values by name, and append its learning rate to `lrs`."""
         stats = {name: float(group["lr"])}
+        # A second group added during training (unfreezing a backbone) renames `lr-Adam` to `lr-Adam/pg1`: move its
+        # history.
         earlier = self.lrs.pop(name.removesuffix("/pg1"), []) if name.endswith("/pg1") else []
-        self.lrs.setdefault(name, earlier).append(stats[name])  # an optimizer may get a second group on the way
+        self.lrs.setdefault(name, earlier).append(stats[name])
         if self.log_momentum:
             momentum = float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
             self.last_momentum_values[f"{name}-momentum"] = stats[f"{name}-momentum"] = momentum
@@ -98,13 +104,16 @@ class LearningRateMonitor(Callback):
 
 
 def _named(trainer: Any) -> Iterator[tuple[Any, list[str], str]]:
-    """Optimizer, names of its groups, and when to log: schedulers first, then optimizers without one."""
+    """Yield each optimizer with the names of its groups and the interval at which to log it.
+
+    Optimizers with a scheduler come first, then those without, whose interval is "any".
+    """
     seen: list[Any] = []
     types: Counter[type] = Counter()
     wanted = [(config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs]
     wanted += [(optimizer, None, "any") for optimizer in trainer.optimizers]
     for optimizer, name, interval in wanted:
-        if interval == "any" and any(optimizer is one for one in seen):
+        if interval == "any" and any(optimizer is other for other in seen):
             continue
         seen.append(optimizer)
         if name is None:
@@ -115,13 +124,14 @@ def _named(trainer: Any) -> Iterator[tuple[Any, list[str], str]]:
 
 
 def _group_names(groups: list[dict[str, Any]], name: str) -> list[str]:
+    """Return the names of the parameter groups of an optimizer with this name."""
     if len(groups) == 1:
         own = groups[0].get("name")
         return [f"{name}/{own}" if own else name]
     names = [f"{name}/{group.get('name', f'pg{index}')}" for index, group in enumerate(groups, start=1)]
-    twice = [one for one, count in Counter(names).items() if count > 1]
-    if twice:
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    if duplicates:
         raise HastenError(
-            f"LearningRateMonitor: two parameter groups are called {twice[0]}", "give each group its own `name`"
+            f"LearningRateMonitor: two parameter groups are called {duplicates[0]}", "give each group its own `name`"
         )
     return names

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when a checkpoint is written, what it is called, which ones are kept."""
+"""ModelCheckpoint: write checkpoints when `Schedule` says so, name them, and keep the best ones."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ _STATE = (
 class ModelCheckpoint(Callback):
     """Write checkpoints: the best by a metric, the last, every so many steps, epochs or minutes.
 
-    A monitored metric is read only when a save is due. A checkpoint whose metric is not finite never counts as one
-    of the best, and one whose weights are not finite is not written at all. The file that a new one replaces is
-    removed behind the new one's write, after that has been verified.
+    A monitored metric is read only when a save is due. A checkpoint whose metric is not finite never counts as one of
+    the best, and one whose weights are not finite is not written at all. A replaced file is removed only after the new
+    file was written and verified.
 
     Args:
         dirpath: Folder; default: `checkpoints` in the first logger's `log_dir`, else in `default_root_dir`.
         filename: Name with `{epoch}`, `{step}` and metrics to fill in; default `"{epoch}-{step}"`.
-        monitor: Metric that says which are best; None: the latest is the best.
-        verbose: Say what is saved and why.
+        monitor: Metric that ranks checkpoints; None: the latest is the best.
+        verbose: Print what is saved and why.
         save_last: True: also write `last.ckpt` whenever something is saved. "link": make it a symbolic link.
         save_top_k: How many of the best to keep; -1 all, 0 none.
-        save_on_exception: Save when training ends by an exception.
+        save_on_exception: Save when an exception ends training.
         save_weights_only: Leave out what is only needed to resume.
         mode: "min" if smaller is better, "max" if larger is.
         auto_insert_metric_name: Write `epoch=3` for `{epoch}`, not `3`.
         every_n_train_steps: Save every so many optimizer steps.
-        train_time_interval: Save after so much time, at the end of a batch.
+        train_time_interval: Save after this much time, at the end of a batch.
         every_n_epochs: Save every so many epochs; 1 if none of the three is given. They exclude each other.
-        save_on_train_epoch_end: Save at the end of the training epoch, not of validation; None: at the end of the
-            epoch unless validation runs more or less often than once an epoch.
-        enable_version_counter: Add `-v1`, `-v2` to a name that is taken, rather than overwrite.
+        save_on_train_epoch_end: Save at the end of the training epoch, not of validation; None: at the end of the epoch
+            unless validation runs more or less often than once an epoch.
+        enable_version_counter: Add `-v1`, `-v2` to a name that is taken instead of overwriting the file.
 
     Attributes:
         best_model_path: The best checkpoint, "" before there is one.
         best_model_score: Its metric, a 0-dim tensor; None without `monitor`.
-        best_k_models: Path -> metric of those kept.
-        kth_best_model_path: The one that goes next.
+        best_k_models: The checkpoints kept: metric by path.
+        kth_best_model_path: The worst of them, which is removed next.
         kth_value: Its metric.
         current_score: Metric of the latest save.
         last_model_path: The latest `last.ckpt`.
 
     Raises:
-        HastenError: Contradictory arguments; at run time, a `monitor` that nobody logs.
+        HastenError: Contradictory arguments; at run time, `monitor` was not logged.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
@@ -113,20 +113,20 @@ class ModelCheckpoint(Callback):
         self.kth_value = torch.tensor(math.inf if mode == "min" else -math.inf)
         self.current_score: torch.Tensor | None = None
         self.last_model_path = ""
-        self._last_global_step_saved = 0  # nothing to save before the first step
+        self._last_global_step_saved = 0  # as if step 0 were saved: nothing to save before the first step
         self._last_checkpoint_saved = ""
-        self._after_validation = False  # a save is due, and waits for the metric that validation will bring
+        self._after_validation = False  # a save is due and waits for the next validation's metric
         self._fitting = False
         self._replaced = ReplacedFiles()
 
     @property
     def every_n_epochs(self) -> int:
-        """Saved every so many epochs; 0: not by epochs."""
+        """Epochs between two saves; 0: saves do not depend on epochs."""
         return self._schedule.every_n_epochs
 
     @property
     def state_key(self) -> str:
-        """Unique by what it monitors and when it saves."""
+        """Key of its state, unique by metric and schedule."""
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
@@ -135,29 +135,29 @@ class ModelCheckpoint(Callback):
             train_time_interval=self._schedule.train_time_interval,
         )
 
-    # -- when ------------------------------------------------------------------------------------------
+    # -- when to save --------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Settle on the folder."""
+        """Choose the folder, the same on all ranks."""
         self._fitting = stage == "fit"
         if self.dirpath is None:
             self.dirpath = trainer.world.broadcast(os.path.realpath(default_folder(trainer)))
 
     def find_folders(self, trainer: Any) -> list[str]:
-        """Folders in which earlier runs of this training may have left checkpoints; none is made."""
+        """Return the folders in which earlier runs may have left checkpoints. Creates none."""
         return [self.dirpath] if self.dirpath is not None else earlier_folders(trainer)
 
     def needs(self, hook: str) -> bool:
-        """Batches matter only to who saves by steps or time."""
+        """Return False for the batch hook if saves depend only on epochs."""
         return hook != "on_train_batch_end" or self._schedule.within_epochs
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """The interval by time begins."""
+        """Start the time interval, and remove files that the resumed run could not remove."""
         self._schedule.begin()
         self._remove_surplus(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Save if steps or time say so."""
+        """Save if steps or time make it due; wait for a validation that brings the metric."""
         if not self._schedule.is_due_after_batch(trainer) or self._skips(trainer):
             return
         if self.monitor is not None and (
@@ -169,12 +169,12 @@ class ModelCheckpoint(Callback):
         self._save_last(trainer, module)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Save if this epoch's turn is here."""
+        """Save if a save is due after this epoch."""
         if not self._skips(trainer) and self._schedule.saves_on_train_epoch_end(trainer):
             self._epoch_is_over(trainer, module)
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Save what waited for this validation, or if this epoch's turn is here."""
+        """Save if a save waited for this validation, or is due after this epoch."""
         if self._skips(trainer) or self._schedule.saves_on_train_epoch_end(trainer):
             return
         if self._after_validation:
@@ -185,12 +185,12 @@ class ModelCheckpoint(Callback):
             self._epoch_is_over(trainer, module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """`save_last` leaves a last one even where nothing else was saved."""
+        """Write `last.ckpt`, if asked for, even where nothing else was saved."""
         if self.save_last and not self._last_checkpoint_saved and not self._skips(trainer):
             self._save_last(trainer, module)
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        """Save before the exception goes on, if asked to."""
+        """Save before the exception ends training, if asked to."""
         if not self.save_on_exception or self._skips(trainer):
             return
         path = self.format_checkpoint_name(self._values(trainer))
@@ -213,10 +213,10 @@ class ModelCheckpoint(Callback):
             or self._last_global_step_saved == trainer.global_step
         )
 
-    # -- what ------------------------------------------------------------------------------------------
+    # -- what to save --------------------------------------------------------------------------------
 
     def _values(self, trainer: Any) -> dict[str, Any]:
-        """Return what file names may name; nothing is read yet."""
+        """Return the values that file names may use. Reads none from the device."""
         return {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
 
     def _save_top_k(self, trainer: Any, module: Any) -> None:
@@ -235,7 +235,7 @@ class ModelCheckpoint(Callback):
         if current is None:
             raise missing_metric("ModelCheckpoint", self.monitor, trainer.callback_metrics)
         if trainer.world.any(not math.isfinite(current)):
-            # Never one of the best; who keeps all gets it, unranked.
+            # Never ranked as one of the best; saved anyway if all are kept (save_top_k=-1).
             step = f"step {trainer.global_step}: {self.monitor} is {current.item()}"
             messages.warn(f"{step}, so this is none of the best checkpoints", stacklevel=2)
             if self.save_top_k == -1:
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
             say(trainer, f"step {trainer.global_step}: {self.monitor} was not in the top {self.save_top_k}")
 
     def check_monitor_top_k(self, trainer: Any, current: torch.Tensor | None = None) -> bool:
-        """Whether a checkpoint with this metric would be kept; the same answer on all ranks."""
+        """Return whether a checkpoint with this metric would be kept; the same on all ranks."""
         return current is not None and trainer.world.any(trainer.is_global_zero and self._among_best(current))
 
     def _among_best(self, current: torch.Tensor) -> bool:
@@ -258,30 +258,30 @@ class ModelCheckpoint(Callback):
     def _save_best(self, trainer: Any, module: Any, values: dict[str, Any], current: torch.Tensor) -> None:
         before = dict(self.best_k_models)
         full = len(self.best_k_models) == self.save_top_k
-        gone = self.kth_best_model_path if full else ""
-        self.best_k_models.pop(gone, None)
-        path = self._free_path(trainer, values, taken_by_us=gone)
+        replaced = self.kth_best_model_path if full else ""
+        self.best_k_models.pop(replaced, None)
+        path = self._free_path(trainer, values, taken_by_us=replaced)
         self.best_k_models[path] = current
         self.current_score = current
-        self._rank()  # before saving, since it is part of the state that is saved
-        if not self._save(trainer, module, path, gone):
+        self._rank()  # before saving: the saved state includes the ranking
+        if not self._save(trainer, module, path, replaced):
             self.best_k_models = before
             self._rank()
             return
         if self.verbose:
             say(trainer, f"step {trainer.global_step}: {self.monitor} reached {current.item():.5f}, saving {path}")
-        self._remove(trainer, gone, path)
+        self._remove(trainer, replaced, path)
 
     def _rank(self) -> None:
         if not self.best_k_models:
             self.best_model_path, self.best_model_score, self.kth_best_model_path = "", None, ""
             return
-        ordered = sorted(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
-        ordered = ordered[::-1] if self.mode == "max" else ordered
-        self.best_model_path = ordered[0]
+        ranked = sorted(self.best_k_models, key=lambda path: float(self.best_k_models[path]))
+        ranked = ranked[::-1] if self.mode == "max" else ranked
+        self.best_model_path = ranked[0]
         self.best_model_score = self.best_k_models[self.best_model_path]
-        if len(ordered) == self.save_top_k or self.save_top_k == -1:
-            self.kth_best_model_path = ordered[-1]
+        if len(ranked) == self.save_top_k or self.save_top_k == -1:
+            self.kth_best_model_path = ranked[-1]
             self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     def _save_last(self, trainer: Any, module: Any) -> None:
@@ -301,13 +301,13 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """The path of a checkpoint with these metrics.
+        """Return the path of a checkpoint with these metrics.
 
         Args:
             metrics: Values by name, with `epoch` and `step`.
             filename: Template; default: this callback's.
-            ver: Version to append, as `-v1`.
-            prefix: Put in front of the name.
+            ver: Version to append, such as `-v1`.
+            prefix: Text to put in front of the name.
         """
         template = filename or self.filename or "{epoch}-{step}"
         filled = checkpoint_name(template, metrics, self.auto_insert_metric_name)
@@ -318,7 +318,7 @@ class ModelCheckpoint(Callback):
     def _free_path(
         self, trainer: Any, values: dict[str, Any], filename: str | None = None, taken_by_us: str = ""
     ) -> str:
-        """A path that no other checkpoint has; `taken_by_us` may be overwritten."""
+        """Return a path that no other checkpoint has; `taken_by_us` may be overwritten."""
         path = self.format_checkpoint_name(values, filename)
         version = self.STARTING_VERSION
         while self._enable_version_counter and path != taken_by_us and self._exists(trainer, path):
@@ -327,12 +327,12 @@ class ModelCheckpoint(Callback):
         return path
 
     def _exists(self, trainer: Any, path: str) -> bool:
-        """Only rank 0 looks at the disk; what is still being written counts as there."""
+        """Return whether a path is taken. Only rank 0 looks at the disk; pending writes count as taken."""
         ours = path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
         return bool(trainer.world.any(ours or (trainer.is_global_zero and os.path.lexists(path))))
 
     def _save(self, trainer: Any, module: Any, path: str, replaces: str = "") -> bool:
-        """Save unless the weights are not finite or a callback objects; `replaces` will be removed afterwards."""
+        """Save and return True, unless weights are not finite or a callback objects. `replaces` is removed later."""
         nonfinite = trainer.checkpointing.nonfinite()
         if nonfinite or not trainer.may_save():
             why = f"the weights are not finite ({nonfinite})" if nonfinite else "a callback objects"
@@ -353,14 +353,15 @@ class ModelCheckpoint(Callback):
         return True
 
     def _remove(self, trainer: Any, path: str, current: str) -> None:
-        """Remove a file that another replaces."""
+        """Remove a file that another one replaces."""
         if path and path != current and may_remove(path, self.dirpath, trainer.ckpt_path):
             trainer.remove_checkpoint(path)
 
     def _remove_surplus(self, trainer: Any) -> None:
-        """Remove what the run that is resumed had replaced, but was killed before it could remove.
+        """Remove the files that the resumed run had replaced but was killed before it could remove.
 
-        Only files that this training wrote itself, no later than where it goes on from; nobody else's of that name.
+        Only files that this training wrote itself, no later than the point it resumes from; never another run's file of
+        that name.
         """
         for path in self._replaced.surplus({self.best_model_path, *self.best_k_models} - {""}, self.last_model_path):
             if trainer.checkpointing.wrote(path) and may_remove(path, self.dirpath, trainer.ckpt_path):
@@ -370,7 +371,7 @@ class ModelCheckpoint(Callback):
     # -- state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is best so far, and where."""
+        """Return the best and last checkpoints and their scores."""
         leaving = self._replaced.leaving()
         return {
             **({"leaving": leaving} if leaving else {}),
@@ -379,7 +380,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the checkpoints of the run that is resumed; in another folder they are left alone."""
+        """Continue with the resumed run's checkpoints; if the folder changed, leave them alone."""
         self.best_model_path = state_dict["best_model_path"]
         before = state_dict.get("dirpath", self.dirpath)
         if before != self.dirpath:
@@ -394,6 +395,6 @@ class ModelCheckpoint(Callback):
         for name in ("kth_best_model_path", "kth_value", "current_score"):
             setattr(self, name, state_dict.get(name, getattr(self, name)))
         self._replaced.resume(state_dict.get("leaving", []))
-        # A checkpoint may be older than the first `last` of its run, whose file is to be replaced all the same.
+        # The resumed checkpoint may be older than its run's first last.ckpt, which is replaced all the same.
         last = Path(self.dirpath or "") / (self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = state_dict.get("last_model_path") or str(last)

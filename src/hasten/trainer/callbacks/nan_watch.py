@@ -1,4 +1,9 @@
-"""NaNWatch: notice a loss that is NaN or infinite, stop or skip, and keep good checkpoints good."""
+"""NaNWatch: notice a loss that is NaN or infinite, stop or skip, and keep bad weights out of checkpoints.
+
+Reading a loss is free on a CPU, but stalls a GPU. So there are two ways: on one CPU process every loss is read at once,
+and a bad step is dropped before it reaches the weights. Elsewhere losses and flags of bad gradients are collected on
+the device and read together every `every_n_steps`; with "skip", steps are dropped on the device by those flags.
+"""
 
 from __future__ import annotations
 
@@ -20,31 +25,32 @@ _FIX = (
 
 
 class NaNWatch(Callback):
-    """Watch the loss, and the gradients if asked to, for NaN and infinity.
+    """Watch the loss, and optionally the gradients, for NaN and infinity.
 
-    One process on the CPU: every loss is read at once, since that is free there, and the poisoned step is dropped
-    before it reaches the weights, whatever the action. Elsewhere losses stay on the device and are read together
-    every `every_n_steps`; meanwhile the weights may be lost, but no checkpoint of them is written.
+    In one process on a CPU, every loss is read at once, since that is free there, and a step with a bad loss is dropped
+    before it reaches the weights, whatever the action. Elsewhere losses stay on the device and are read together every
+    `every_n_steps`. Until that read, the weights may already be lost, but no checkpoint of them is written.
 
-    "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is untouched too). One
-    built with `fused=True` skips by itself, told by a flag on the device; another one costs one read per step. Under
-    `precision="16-mixed"` the gradient scaler skips already, and this only watches the loss.
+    "skip" drops each optimizer step whose gradients are not finite (the optimizer's state is not changed either). An
+    optimizer built with `fused=True` skips such a step itself, by a flag on the device; any other optimizer costs one
+    read per step. Under `precision="16-mixed"` the gradient scaler skips already, and this callback only watches the
+    loss.
 
-    With a step that is dropped, all buffers (BatchNorm's statistics) are put back to what they were before its first
-    batch, in manual optimization before this batch; for that they are copied each step.
+    When a step is dropped, all buffers (BatchNorm's statistics) are restored to their values before the step's first
+    batch, or before this batch in manual optimization. For that, they are copied at each step.
 
     Args:
-        action: "stop": training ends as after its last step; "raise": HastenError; "skip": see above.
+        action: "stop": training ends as after its last step; "raise": raise a HastenError; "skip": see above.
         every_n_steps: Optimizer steps between two reads of the device.
-        watch_gradients: Look at gradients too, before each optimizer step; "skip" does so anyway.
-        patience: With "skip": stop after so many dropped steps in a row.
+        watch_gradients: Also check gradients, before each optimizer step; "skip" does so anyway.
+        patience: With "skip": stop after this many dropped steps in a row.
 
     Attributes:
         bad_steps: Optimizer steps (from 0) with a bad loss or gradient; the first 100.
         skipped: Optimizer steps dropped; on a GPU as of the last read.
 
     Raises:
-        HastenError: No such action, or a number below 1; at run time with "raise".
+        HastenError: The action is unknown, or a number is below 1; at run time with "raise".
     """
 
     def __init__(
@@ -64,33 +70,35 @@ class NaNWatch(Callback):
         self.patience = patience
         self.bad_steps: list[int] = []
         self.skipped = 0
-        self._where = ""  # what was bad, in words; "" while all is well
-        self._poisoned = False  # a bad loss went into the gradients that are being gathered
-        self._wary = False  # a bad loss was seen, and it is not known which of several optimizers it concerns
+        self._problem = ""  # a description of the first bad step; "" if there was none
+        self._poisoned = False  # a bad loss went into the gradients being accumulated
+        self._wary = False  # a bad loss was seen, which may concern any of several optimizers
         self._buffers: BufferCopies | None = None
-        self._kept_buffers: list[torch.Tensor] = []  # what a checkpoint brought of them, until training starts
-        self._gathers = False  # over several batches
-        self._undone = False  # the buffers are put back already; a later optimizer of this batch may have gone on
-        self._window_open = False  # the buffers may be put back to before this step
+        self._resumed_buffers: list[torch.Tensor] = []  # their copies from a checkpoint, until training starts
+        self._accumulates = False  # a step takes several batches
+        self._buffers_restored = False  # in this batch; a later optimizer may have stepped since
+        self._window_open = False  # the copies are of before the current step, so they may be restored
         self._bad_window: torch.Tensor | None = None  # on the device: 1 where a loss of this step is bad
-        self._row = 0  # dropped steps in a row
-        self._losses: list[tuple[int, torch.Tensor]] = []  # unread
-        self._flags: list[tuple[int, torch.Tensor]] = []  # unread: 1 where gradients were bad
+        self._skipped_in_a_row = 0  # number of dropped steps in a row
+        self._losses: list[tuple[int, torch.Tensor]] = []  # step and loss, not read yet
+        self._flags: list[tuple[int, torch.Tensor]] = []  # step and flag, not read yet; 1: gradients were bad
         self._read_step = 0
         self._reads_freely = False
-        self._scaler: Any = None  # the technique that drops overflowed steps, in fp16
+        self._scaler: Any = None  # the precision technique, if it scales gradients (fp16)
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Settle on how to watch, and begin with nothing found; a checkpoint that is loaded later may say otherwise."""
+        """Decide how to watch, and reset the state of an earlier run. A checkpoint loaded later may restore it."""
         self._reads_freely = trainer.device.type == "cpu" and trainer.world_size == 1
         scales = trainer.precision == "16-mixed"
-        self._scaler = next((one for one in trainer.run.techniques if one.name == "precision" and scales), None)
-        self._where, self._poisoned, self._wary, self._row = "", False, False, 0
+        self._scaler = next(
+            (technique for technique in trainer.run.techniques if technique.name == "precision" and scales), None
+        )
+        self._problem, self._poisoned, self._wary, self._skipped_in_a_row = "", False, False, 0
         self._losses, self._flags = [], []
-        self._buffers, self._kept_buffers, self._window_open, self._bad_window = None, [], False, None
+        self._buffers, self._resumed_buffers, self._window_open, self._bad_window = None, [], False, None
 
     def needs(self, hook: str) -> bool:
-        """Gradients are looked at if somebody asked, or where it is free to drop a poisoned step."""
+        """Return whether gradients are checked, and whether buffers need copies."""
         wanted = self._reads_freely or self.watch_gradients or self.action == "skip"
         if hook == "on_train_batch_start":
             return self._drops
@@ -98,53 +106,53 @@ class NaNWatch(Callback):
 
     @property
     def _scaled(self) -> bool:
-        """Whether overflowed steps are dropped elsewhere; a hook on a gradient, say, ends that within a training."""
+        """Whether the gradient scaler drops overflowed steps. That can end during training (a hook on a gradient)."""
         return self._scaler is not None and self._scaler.drops_overflows
 
     @property
     def _drops(self) -> bool:
-        """Whether a step may be dropped, and training go on, or weights be kept, without it."""
+        """Whether bad steps are dropped, so that training continues or weights are saved without them."""
         return self._reads_freely or self.action == "skip"
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Count reads from here, and find the buffers."""
+        """Count the steps between reads from here, and find the buffers."""
         self._read_step = trainer.global_step
         self._buffers = BufferCopies(module) if self._drops else None
-        if self._buffers is not None and self._kept_buffers:
-            self._buffers.load_state_dict(self._kept_buffers)
+        if self._buffers is not None and self._resumed_buffers:
+            self._buffers.load_state_dict(self._resumed_buffers)
             self._window_open = True
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """Find the buffers that were registered since."""
+        """Find buffers that were registered since the last epoch."""
         if self._buffers is not None:
             self._buffers.look()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        """Copy the buffers where a step begins: not in the middle of an accumulation."""
+        """Copy the buffers at the beginning of a step, not within an accumulation."""
         if self._buffers is not None and (not self._window_open or not batch_idx % trainer.accumulate_grad_batches):
             self._buffers.take()
-            self._gathers = trainer.accumulate_grad_batches > 1
-            self._window_open, self._bad_window, self._poisoned, self._undone = True, None, False, False
+            self._accumulates = trainer.accumulate_grad_batches > 1
+            self._window_open, self._bad_window, self._poisoned, self._buffers_restored = True, None, False, False
         return None
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
-        """Look at the loss, or keep it for later."""
+        """Read the loss, or collect it for a later read."""
         loss = loss.detach()
         if not self._reads_freely:
-            loss = loss.clone()  # a captured graph would write over it
+            loss = loss.clone()  # the next replay of a CUDA graph would overwrite it
             self._losses.append((trainer.global_step, loss))
-            if self._buffers is not None and (self._scaled or self._gathers):
+            if self._buffers is not None and (self._scaled or self._accumulates):
                 flag = ~torch.isfinite(loss).all()
                 self._bad_window = flag if self._bad_window is None else self._bad_window | flag
         elif not math.isfinite(value := loss.item() if loss.numel() == 1 else float(loss.sum())):
             self._poisoned = self._wary = True
-            self._found(trainer.global_step, f"the loss is {value}")
+            self._note_bad_step(trainer.global_step, f"the loss is {value}")
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Drop the step if it is poisoned."""
+        """Drop the step if its loss or gradients are bad."""
         if self._scaled:
             return
-        several = not module.automatic_optimization  # then nobody knows which optimizer a bad loss was for
+        several = not module.automatic_optimization  # there may be several optimizers: whose loss was bad is unknown
         poisoned, self._poisoned = self._poisoned and not several, self._poisoned and several
         if poisoned:
             self._drop(optimizer)
@@ -153,73 +161,76 @@ class NaNWatch(Callback):
         self._window_open = False
 
     def _check_gradients(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Check the gradients of an optimizer; on a bad one, drop its step or collect the flag for a later read."""
         groups = alike(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         step = trainer.global_step
         if self._reads_freely:
             if not all(finite(group) for group in groups):
-                self._found(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
+                self._note_bad_step(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
                 self._drop(optimizer)
             else:
-                self._row = 0
+                self._skipped_in_a_row = 0
             return
         device = trainer.device
         flags = [non_finite_flag(group).to(device) for group in groups] or [torch.zeros((), device=device)]
         flag = torch.stack(flags).max()
-        if trainer.world_size > 1:  # all ranks drop the step, or none
+        if trainer.world_size > 1:  # all ranks must drop the step, or none
             flag = trainer.world.reduce(flag, "max")
         if self.action != "skip":
             self._flags.append((step, flag))
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = flag  # the fused kernel leaves weights and state as they are where this is 1
+            optimizer.found_inf = flag  # where this is 1, the fused kernel changes neither weights nor state
             self._flags.append((step, flag))
             if self._buffers is not None:
                 self._buffers.put_back_if(flag)
         elif bool(flag):
-            self._found(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
+            self._note_bad_step(step, f"the gradient of {_bad_names(module, of_gradients=True)} is not finite")
             self._drop(optimizer)
         else:
-            self._row = 0
+            self._skipped_in_a_row = 0
 
-    def _found(self, step: int, where: str) -> None:
-        self._where = self._where or f"step {step}: {where}"
+    def _note_bad_step(self, step: int, problem: str) -> None:
+        """Note a bad step, and describe the first one."""
+        self._problem = self._problem or f"step {step}: {problem}"
         if len(self.bad_steps) < 100 and step not in self.bad_steps[-1:]:
             self.bad_steps.append(step)
 
     def _drop(self, optimizer: Any) -> None:
-        """Without gradients an optimizer's step does nothing, to its state neither."""
+        """Drop a step by removing gradients: optimizers skip parameters that have none."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         if self._buffers is not None:
             self._buffers.put_back()
-            self._undone = True
+            self._buffers_restored = True
         if self.action == "skip":
             self.skipped += 1
-            self._row += 1
+            self._skipped_in_a_row += 1
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Read what was gathered, if it is time to; act on what was found."""
+        """Read the collected losses and flags if it is time to; act if a step was bad."""
         if self._buffers is not None:
-            # In the middle of an accumulation a checkpoint may be written, and a gradient scaler drops the step itself.
+            # Restore now, not only when the step is dropped: a checkpoint may be written within an accumulation, and
+            # a gradient scaler drops the step without telling this callback.
             if self._bad_window is not None:
                 self._buffers.put_back_if(self._bad_window)
-            elif self._poisoned and not self._undone:
+            elif self._poisoned and not self._buffers_restored:
                 self._buffers.put_back()
         if not self._reads_freely:
             if trainer.global_step - self._read_step < self.every_n_steps:
                 return
             self._read(trainer, module)
-        if self._where:
+        if self._problem:
             self._act(trainer)
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Nothing stays unread past an epoch."""
+        """Read everything collected, so that nothing stays unread past an epoch."""
         self._read(trainer, module)
-        if self._where:
+        if self._problem:
             self._act(trainer)
 
     def _read(self, trainer: Any, module: Any) -> None:
-        """Read what was gathered on the device: one wait for all of it."""
+        """Read all losses in one transfer from the device, and all flags in another."""
         self._read_step = trainer.global_step
         losses, self._losses = self._losses, []
         flags, self._flags = self._flags, []
@@ -228,53 +239,60 @@ class NaNWatch(Callback):
             for (step, _), is_bad in zip(losses, bad, strict=True):
                 if is_bad:
                     weights = _bad_names(module, of_gradients=False)
-                    self._found(step, "the loss is not finite" + (f", and by now {weights} neither" if weights else ""))
+                    self._note_bad_step(
+                        step, "the loss is not finite" + (f", and by now {weights} neither" if weights else "")
+                    )
         if flags:
             for (step, _), is_bad in zip(flags, torch.stack([flag for _, flag in flags]).tolist(), strict=True):
-                self._row = self._row + 1 if is_bad else 0
+                self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_bad else 0
                 if is_bad:
-                    self._found(step, "gradients are not finite")
+                    self._note_bad_step(step, "gradients are not finite")
                     self.skipped += self.action == "skip"
-        if trainer.world.any(bool(self._where)) and not self._where:
-            self._found(trainer.global_step, "on another rank a loss or gradient is not finite")
+        if trainer.world.any(bool(self._problem)) and not self._problem:
+            self._note_bad_step(trainer.global_step, "on another rank a loss or gradient is not finite")
 
     def _act(self, trainer: Any) -> None:
-        where, self._where = self._where, ""
+        """Raise, warn or stop training, depending on the action."""
+        problem, self._problem = self._problem, ""
         if self.action == "raise":
-            raise HastenError(f"NaNWatch: {where}", _FIX)
+            raise HastenError(f"NaNWatch: {problem}", _FIX)
         if self.action == "skip":
-            if self._row < self.patience:
-                messages.warn(f"NaNWatch: {where}; dropped {self.skipped} steps so far", stacklevel=2)
+            if self._skipped_in_a_row < self.patience:
+                messages.warn(f"NaNWatch: {problem}; dropped {self.skipped} steps so far", stacklevel=2)
                 return
-            where += f", and {self._row} steps in a row were dropped"
+            problem += f", and {self._skipped_in_a_row} steps in a row were dropped"
         trainer.should_stop = True
-        say(trainer, f"NaNWatch: {where}. Training stops.\n  {_FIX}")
+        say(trainer, f"NaNWatch: {problem}. Training stops.\n  {_FIX}")
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Take the flags off the optimizers, and let the copies go."""
+        """Remove the flags from the optimizers and free the buffers' copies."""
         self._buffers = None
         for optimizer in trainer.optimizers:
             optimizer.__dict__.pop("found_inf", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was dropped so far, and what the step that is being gathered would be dropped by."""
-        state: dict[str, Any] = {"skipped": self.skipped, "bad_steps": list(self.bad_steps), "row": self._row}
+        """Return the dropped steps so far and, within an accumulation, what is needed to drop the current step."""
+        state: dict[str, Any] = {
+            "skipped": self.skipped,
+            "bad_steps": list(self.bad_steps),
+            "row": self._skipped_in_a_row,
+        }
         if self._poisoned:
             state["poisoned"] = True
-        if self._buffers is not None and self._window_open and self._gathers:
+        if self._buffers is not None and self._window_open and self._accumulates:
             state["buffers"] = self._buffers.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped = state_dict["skipped"]
         self.bad_steps = list(state_dict["bad_steps"])
-        self._row = state_dict.get("row", 0)
+        self._skipped_in_a_row = state_dict.get("row", 0)
         self._poisoned = self._wary = state_dict.get("poisoned", False)
-        self._kept_buffers = state_dict.get("buffers", [])
+        self._resumed_buffers = state_dict.get("buffers", [])
 
 
 def _bad_names(module: torch.nn.Module, of_gradients: bool) -> str:
-    """The first parameters whose gradients, or values, are not finite; "" if there are none."""
+    """Return the first parameters whose gradients, or values, are not finite; "" if there are none."""
     bad = []
     for name, parameter in module.named_parameters():
         tensor = parameter.grad if of_gradients else parameter

@@ -1,4 +1,4 @@
-"""Helpers of several callbacks: metrics by name, finite weights, a line to the person."""
+"""Helpers shared by several callbacks: metrics by name, checks for finite values, messages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hasten.parallel.sharded import local
 
 
 def say(trainer: Any, message: str) -> None:
-    """One line to the person, from rank 0."""
+    """Print a one-line message, on rank 0 only."""
     if trainer.is_global_zero:
         messages.tell(f"hasten: {message}")
 
 
 def check_mode(who: str, mode: str) -> None:
-    """`mode` must be min or max.
+    """Check that `mode` is "min" or "max".
 
     Raises:
         HastenError: It is something else.
@@ -33,16 +33,16 @@ def check_mode(who: str, mode: str) -> None:
 
 
 def missing_metric(who: str, monitor: str, available: Iterable[str]) -> HastenError:
-    """The error that names a metric nobody logged, those there are, and the likely one."""
+    """Return the error for a metric that was not logged; it lists the logged ones and suggests the closest."""
     names = sorted(available)
     close = difflib.get_close_matches(monitor, names, n=1)
-    found = f"logged so far: {', '.join(names)}" if names else "nothing was logged so far"
+    logged = f"logged so far: {', '.join(names)}" if names else "nothing was logged so far"
     fix = f"did you mean {close[0]!r}?" if close else f"log it: self.log({monitor!r}, value)"
-    return HastenError(f"{who}(monitor={monitor!r}): there is no such metric ({found})", fix)
+    return HastenError(f"{who}(monitor={monitor!r}): there is no such metric ({logged})", fix)
 
 
 def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    """A logged value as a 0-dim tensor on the CPU (this waits for the device), or None where there is none."""
+    """Return a logged value as a 0-dim tensor on the CPU, or None if it was not logged. Waits for the device."""
     value = metrics.get(name)
     if value is None:
         return None
@@ -52,14 +52,14 @@ def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:
 
 
 def nonfinite_weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of trained parameters that are not finite; one read of the device for each kind of tensor.
+    """Return the names of trained parameters that are not finite; reads the device once per device and dtype.
 
-    Only parameters that are trained are asked: a frozen table of attention masks may well hold infinities.
+    Frozen parameters are not checked: a frozen table of attention masks may hold infinities.
     """
     trained = {
         name: local(parameter)
         for name, parameter in module.named_parameters()
-        # Without memory here: another process has it, a stage of a pipeline.
+        # A meta tensor has no values here: another pipeline stage holds them, in another process.
         if parameter.requires_grad and parameter.layout == torch.strided and not parameter.is_meta
     }
     if all(finite(group) for group in alike(trained.values())):
@@ -68,20 +68,22 @@ def nonfinite_weights(module: torch.nn.Module) -> list[str]:
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Dense floating-point tensors grouped by device and dtype, as `torch._foreach` functions want them.
+    """Return the dense floating-point tensors, grouped by device and dtype as `torch._foreach` functions need them.
 
-    Of a sharded one this rank's part: ranks agree on what they find.
+    A sharded tensor is represented by this rank's shard, so ranks must agree on the result themselves.
     """
-    dense = (one for one in map(local, tensors) if one.layout == torch.strided and not one.is_meta)
-    return by_kind(one for one in dense if one.is_floating_point() and one.numel())
+    dense = (tensor for tensor in map(local, tensors) if tensor.layout == torch.strided and not tensor.is_meta)
+    return by_kind(tensor for tensor in dense if tensor.is_floating_point() and tensor.numel())
 
 
 def non_finite_flag(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 if any value of these tensors (one device, one dtype) is NaN or infinite, else 0.0; stays on the device."""
-    worst = torch.stack(torch._foreach_norm(tensors, float("inf")))  # the largest absolute value cannot overflow
+    """Return 1.0 if a value of these tensors (one device, one dtype) is NaN or infinite, else 0.0, on their device."""
+    worst = torch.stack(
+        torch._foreach_norm(tensors, float("inf"))
+    )  # the infinity norm; unlike a sum, it cannot overflow
     return (~torch.isfinite(worst).all()).float()
 
 
 def finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether all values are finite; reads the device once."""
+    """Return whether all values are finite; reads the device once."""
     return not bool(non_finite_flag(tensors))

@@ -1,4 +1,4 @@
-"""Small callbacks: functions as hooks, accumulation by epoch."""
+"""Two small callbacks: functions as hooks, and an accumulation schedule by epoch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LambdaCallback(Callback):
     """A callback made of functions: `LambdaCallback(on_train_start=lambda trainer, module: ...)`.
 
     Args:
-        **hooks: A function for each hook wanted, with that hook's arguments.
+        **hooks: Functions by hook name; each takes that hook's arguments.
 
     Raises:
-        HastenError: There is no such hook.
+        HastenError: There is no hook of that name.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:
@@ -32,19 +32,19 @@ class LambdaCallback(Callback):
                     f"did you mean {close[0]!r}?" if close else f"the hooks are {', '.join(known)}",
                 )
         for name, function in hooks.items():
-            setattr(self, name, function)  # as if this one callback overrode them
+            setattr(self, name, function)  # on the instance, so that only this callback counts as overriding the hook
 
 
 class GradientAccumulationScheduler(Callback):
-    """Change how many batches make one optimizer step as training goes on.
+    """Change how many batches are accumulated for one optimizer step as training proceeds.
 
     Args:
-        scheduling: From which epoch on (0 is the first) how many batches are accumulated, as `{0: 8, 4: 4}`;
-            before the first one named: 1.
+        scheduling: Batches per step by the epoch from which on it applies (0 is the first), such as `{0: 8, 4: 4}`; 1
+            before the first epoch named.
 
     Raises:
-        HastenError: Empty, not whole numbers, an epoch below 0, or fewer than 1 batch; at run time, manual
-            optimization, or `accumulate_grad_batches` given to the Trainer as well.
+        HastenError: The schedule is empty, not of whole numbers, has an epoch below 0 or fewer than 1 batch; at run
+            time, the module optimizes manually, or `accumulate_grad_batches` was given to the Trainer as well.
     """
 
     def __init__(self, scheduling: dict[int, int]) -> None:
@@ -58,15 +58,15 @@ class GradientAccumulationScheduler(Callback):
         self.epochs = sorted(self.scheduling)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Whether it ever accumulates."""
+        """Return whether any epoch accumulates."""
         return any(batches > 1 for batches in self.scheduling.values())
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return how many batches make a step in this epoch."""
+        """Return how many batches make one step in this epoch."""
         return self.scheduling[max(start for start in self.epochs if start <= epoch)]
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Refuse what contradicts."""
+        """Refuse manual optimization and a second source of the number of batches."""
         if not module.automatic_optimization:
             raise HastenError(
                 "GradientAccumulationScheduler: the module optimizes manually, so the Trainer accumulates nothing",
@@ -80,5 +80,5 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        """This epoch's number of batches."""
+        """Set this epoch's number of batches per step."""
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)

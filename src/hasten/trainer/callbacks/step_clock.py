@@ -1,4 +1,9 @@
-"""StepClock: hears by a callback's hooks what happens in a `fit`, and has a Recorder keep it."""
+"""StepClock: report the events of a `fit`, heard through callback hooks, to a Recorder.
+
+Each hook takes a time stamp and adds the time since the previous one to a phase: the wait for data from the end of a
+batch to the start of the next, forward until backward begins, backward, and the optimizer from then until a post-step
+hook of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +22,29 @@ from hasten.trainer.callbacks.base import Callback
 
 
 class _Pass:
-    """Stands for one pass through a loader in the Recorder's books."""
+    """Stand-in for an iterator: the Recorder's key for one pass through a loader."""
 
 
 class StepClock(Callback):
-    """Tell a Recorder of each batch, backward, optimizer step and validation; without one it hears nothing.
+    """Report each batch, backward, optimizer step and validation to a Recorder, if there is one.
 
-    A batch is the Recorder's step. While the Recorder rests, calls pass at the cost of a comparison each.
+    A batch is the Recorder's step. While the Recorder rests, each hook costs one comparison.
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self._pass: _Pass | None = None
-        self._mark = 0.0  # when the loop was last seen to have finished something: the wait for data begins here
-        self._since = 0.0  # when the part of the step that goes on now began
+        self._mark = 0.0  # when the loop last finished something: the wait for data begins here
+        self._since = 0.0  # when the current phase of the step began
         self._loss: Any = None
         self._validation_began = 0.0
-        self._saving = 0.0  # when a save began in this step; 0.0 where none did
+        self._saving = 0.0  # when a save began in this step; 0.0: none did
         self._batch_bytes = 0
         self._model: ModelWatch | None = None
         self._handles: list[Any] = []
 
     def listen(self, trainer: Any, recorder: Recorder) -> None:
-        """Tell this Recorder from here on; call it as training begins."""
+        """Report to this Recorder from now on; call it when training begins."""
         self.recorder = recorder
         self._model, self._pass, self._loss = None, None, None
         self._batch_bytes = 0
@@ -51,7 +56,7 @@ class StepClock(Callback):
         ]
 
     def listen_no_more(self) -> Recorder | None:
-        """Tell nobody from here on; return who was told."""
+        """Stop reporting, and return the Recorder that was reported to."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -66,11 +71,12 @@ class StepClock(Callback):
             self._begin_pass(self.recorder)
 
     def _begin_pass(self, recorder: Recorder) -> None:
+        """Begin a pass through the training loader."""
         self._pass = _Pass()
         recorder.pass_begins(0, self._pass, self._mark, self._mark)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        """The batch is there: the step before is over, and so is the wait."""
+        """End the previous step and the wait for this batch."""
         recorder = self.recorder
         if recorder is None:
             return None
@@ -78,10 +84,12 @@ class StepClock(Callback):
             resting.rest -= 1
             return None
         now = perf_counter()
-        self._saving = 0.0  # what was saved between epochs, or within validation, is no part of this step
-        if self._pass is None:  # an epoch that goes on from a checkpoint has no start
+        self._saving = 0.0  # a save between epochs or within validation is no part of this step
+        if self._pass is None:  # an epoch resumed from a checkpoint gets no on_train_epoch_start
             self._begin_pass(recorder)
-        recorder.asks(self._pass, self._mark)  # here techniques may be switched, which is no part of a wait
+        recorder.asks(
+            self._pass, self._mark
+        )  # the Recorder may switch techniques here; that time is no part of the wait
         recorder.got(self._pass, self._mark, now)
         self._since = perf_counter()
         if self._model is None:
@@ -103,10 +111,11 @@ class StepClock(Callback):
             self._since, self._loss = now, None
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Clipping and the step come next."""
+        """Start the optimizer's time, clipping included."""
         self._since = perf_counter()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Report an optimizer step; a post-step hook of the optimizer."""
         recorder = self.recorder
         if recorder is None:
             return
@@ -119,11 +128,11 @@ class StepClock(Callback):
         self._since = now
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is saved, by a callback that the Trainer calls before this one."""
+        """Note the start of a save, which a checkpoint callback makes before this callback's `on_train_batch_end`."""
         self._saving = perf_counter()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Begin the wait for the next batch, unless validation comes first."""
+        """Start the wait for the next batch, unless validation comes first."""
         self._mark = perf_counter()
         if self._saving:
             if self.recorder is not None:
@@ -131,7 +140,7 @@ class StepClock(Callback):
             self._saving = 0.0
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        """Validation is a part of the step before it."""
+        """Start the time of a validation, which counts to the step before it."""
         self._validation_began = perf_counter()
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -142,15 +151,15 @@ class StepClock(Callback):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         if self.recorder is not None and self._pass is not None:
             now = perf_counter()
-            over, self._pass = self._pass, None
-            self.recorder.asks(over, now)
-            if self.recorder is not None:  # who is told of a step may want to hear no more
-                self.recorder.exhausted(over, now)
+            ended, self._pass = self._pass, None
+            self.recorder.asks(ended, now)
+            if self.recorder is not None:  # a listener of the Recorder may have called listen_no_more
+                self.recorder.exhausted(ended, now)
 
-    # -- what is known -----------------------------------------------------------------------------------------
+    # -- facts ----------------------------------------------------------------------------------------------------
 
     def built(self, trainer: Any, recorder: Recorder) -> dict[str, Any]:
-        """The fields of the evidence that say what the fit is made of."""
+        """Return the evidence's fields that describe the fit: flags, loaders, model and optimizers."""
         model = self._model.facts() if self._model is not None else None
         return {
             "flags": global_flags({}, compiler()),
@@ -165,7 +174,7 @@ class StepClock(Callback):
         }
 
     def _loaders(self, trainer: Any) -> list[LoaderFacts]:
-        """The training loader first: passes name it by this place."""
+        """Return facts about the loaders, the training loader first: passes refer to it by index 0."""
         validation = trainer.val_dataloaders
         others = list(validation) if isinstance(validation, list | tuple) else [validation]
         facts = []

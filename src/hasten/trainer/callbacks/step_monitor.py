@@ -1,4 +1,4 @@
-"""StepMonitor: where each step's time goes, written as evidence that `hasten` can report on."""
+"""StepMonitor: measure where each step's time goes, and write it as evidence that `hasten` can report on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hasten.trainer.callbacks.step_clock import StepClock
 class StepMonitor(StepClock):
     """Record how long each step waited for data and spent in forward, backward, optimizer and validation.
 
-    Rank 0 writes the evidence when `fit` ends, also when it ends by an exception. While it goes on, a live file beside
-    it (`evidence.live.json`) is rewritten about once a second for `hasten watch`, and removed at the end. Costs tens of
-    microseconds a step and reads nothing from the device until the end. On a GPU, kernels run behind the calls that
-    start them, so a phase is the time its calls took, and waiting shows up where something is read.
+    Rank 0 writes the evidence when `fit` ends, even if an exception ends it. During the training, a live file beside it
+    (`evidence.live.json`) is rewritten about once a second for `hasten watch`, and removed at the end. Costs tens of
+    microseconds per step and reads nothing from the device until the end. On a GPU, kernels run asynchronously, so a
+    phase is the time that its calls took, and waiting for kernels shows up where something is read.
 
     Args:
         path: File to write; default: `evidence.json` in the Trainer's `log_dir`, else in `default_root_dir`.
@@ -30,14 +30,16 @@ class StepMonitor(StepClock):
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
         self.path = Path(path) if path else None
-        self._file = Path()  # where this run's evidence goes
+        self._file = Path()  # the evidence file of this run
         self._live: LiveFile | None = None
-        self.skipped: list[str] = []  # what could not be done, and why
+        self.skipped: list[str] = []  # what could not be recorded, and why
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin to record, on rank 0."""
+        """Start recording, on rank 0."""
         self.listen_no_more()
-        self._file = self.path or Path(trainer.log_dir or trainer.default_root_dir) / "evidence.json"  # all ranks ask
+        self._file = (
+            self.path or Path(trainer.log_dir or trainer.default_root_dir) / "evidence.json"
+        )  # on all ranks: reading log_dir may broadcast
         if not trainer.is_global_zero:
             return
         self.skipped = []
@@ -55,6 +57,7 @@ class StepMonitor(StepClock):
         self._write(trainer, f"{type(exception).__name__}: {exception}".splitlines()[0])
 
     def _write(self, trainer: Any, error: str) -> None:
+        """Stop recording and write the evidence."""
         recorder = self.listen_no_more()
         if recorder is None:
             return
@@ -65,6 +68,7 @@ class StepMonitor(StepClock):
         say(trainer, f"evidence of {recorder.steps} steps: {self._file}")
 
     def _evidence(self, trainer: Any, recorder: Recorder, error: str) -> Evidence:
+        """Return the evidence of the recording."""
         recorder.close()
         return Evidence(
             command=tuple(sys.argv),

@@ -1,4 +1,4 @@
-"""ModelSummary: layers and parameters of a model."""
+"""ModelSummary: the layers and parameters of a model, printed when `fit` begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One module: its name (path within the model), class, parameters with those of its children."""
+    """A module's name (path within the model), class, and parameter counts, its children's included."""
 
     name: str
     type: str
@@ -26,13 +26,13 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Layers and parameters of a model; `str` makes a table of them.
+    """Layers and parameters of a model; `str` formats it as a table.
 
     Attributes:
-        layers: Its modules, down to the depth asked for.
+        layers: Its modules, down to the requested depth.
         total_parameters: All parameters; shared ones count once.
-        trainable_parameters: Those that are trained.
-        model_bytes: Size of parameters and buffers.
+        trainable_parameters: Parameters with `requires_grad`.
+        model_bytes: Bytes of parameters and buffers.
         lazy: Whether some parameters have no size yet.
     """
 
@@ -55,11 +55,11 @@ class Summary:
 
 
 def summarize(module: torch.nn.Module, max_depth: int = 1) -> Summary:
-    """Return what a model is made of.
+    """Return the layers and parameters of a model.
 
     Args:
         module: The model.
-        max_depth: How deep to go into it; 0: only totals; -1: all the way.
+        max_depth: Depth of nested modules to list; 0: only totals; -1: all.
     """
     layers = []
     for name, layer in module.named_modules():
@@ -73,6 +73,7 @@ def summarize(module: torch.nn.Module, max_depth: int = 1) -> Summary:
 
 
 def _count(module: torch.nn.Module) -> tuple[int, int, bool]:
+    """Return the number of parameters, of trainable ones, and whether some have no size yet."""
     parameters: list[Any] = list(module.parameters())
     sized = [p for p in parameters if not is_lazy(p)]
     trainable = sum(p.numel() for p in sized if p.requires_grad)
@@ -80,6 +81,7 @@ def _count(module: torch.nn.Module) -> tuple[int, int, bool]:
 
 
 def _short(number: int) -> str:
+    """Return a number in few characters, such as "1.5 M"."""
     for unit, letter in _UNITS:
         if number >= unit:
             return f"{number / unit:.1f} {letter}"
@@ -87,16 +89,16 @@ def _short(number: int) -> str:
 
 
 class ModelSummary(Callback):
-    """Print once, when `fit` begins, what the model is made of.
+    """Print a summary of the model once, when `fit` begins.
 
     Args:
-        max_depth: How deep to go into the model; 0: nothing is printed; -1: all the way.
+        max_depth: Depth of nested modules to list; 0: print nothing; -1: all.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """Print it, on rank 0."""
+        """Print the summary, on rank 0."""
         if self.max_depth and trainer.is_global_zero:
             trainer.print(summarize(module, self.max_depth))

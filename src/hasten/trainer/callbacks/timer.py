@@ -17,15 +17,15 @@ _STAGES = ("train", "validate", "test")
 class Timer(Callback):
     """Measure how long training, validation and testing take, and stop training when its time is up.
 
-    The time of a resumed run counts on from where it was.
+    In a resumed run, the time of the earlier run counts too.
 
     Args:
         duration: `timedelta`, its arguments as a dict, or "DD:HH:MM:SS"; None only measures.
         interval: "step": stop after any batch; "epoch": only at the end of an epoch.
-        verbose: Say so when the time is up.
+        verbose: Print a message when the time is up.
 
     Raises:
-        HastenError: No such interval, or a duration that cannot be read.
+        HastenError: The interval is unknown, or the duration cannot be parsed.
     """
 
     def __init__(
@@ -38,31 +38,32 @@ class Timer(Callback):
         self._verbose = verbose
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
-        self._before = 0.0  # seconds of training in the run that is resumed
+        self._before = 0.0  # seconds that the resumed run had trained
 
     def needs(self, hook: str) -> bool:
-        """Batches matter only where one may be the last."""
+        """Return False for the batch hook unless training may stop after any batch."""
         return hook != "on_train_batch_end" or (self._interval == "step" and self._duration is not None)
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When a stage (train, validate, test) began, in seconds of `time.monotonic`."""
+        """Return when a stage (train, validate, test) began, in seconds of `time.monotonic`."""
         return self._start.get(stage)
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When a stage ended, in seconds of `time.monotonic`."""
+        """Return when a stage ended, in seconds of `time.monotonic`."""
         return self._end.get(stage)
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds a stage has taken, so far if it still goes on."""
+        """Return the seconds that a stage took, or has taken so far."""
         before = self._before if stage == "train" else 0.0
         start = self._start.get(stage)
         return before if start is None else self._end.get(stage, time.monotonic()) - start + before
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left; None without a duration."""
+        """Return the seconds of training left; None without a duration."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def _begin(self, stage: str) -> None:
+        """Start a stage's clock."""
         self._start[stage] = time.monotonic()
         self._end.pop(stage, None)
 
@@ -85,7 +86,7 @@ class Timer(Callback):
         self._end["test"] = time.monotonic()
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        """A run may be resumed whose time is up already."""
+        """Stop at once if a resumed run's time was up already."""
         self._check(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -97,10 +98,11 @@ class Timer(Callback):
             self._check(trainer)
 
     def _check(self, trainer: Any) -> None:
+        """Stop training if the time is up."""
         if self._duration is None:
             return
         elapsed = self.time_elapsed()
-        if trainer.world.any(trainer.is_global_zero and elapsed >= self._duration):  # rank 0's clock counts
+        if trainer.world.any(trainer.is_global_zero and elapsed >= self._duration):  # rank 0's clock decides for all
             if self._verbose and not trainer.should_stop:
                 say(trainer, f"time is up after {timedelta(seconds=int(elapsed))}: training stops")
             trainer.should_stop = True
@@ -110,15 +112,15 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Restore the training time of the resumed run."""
         self._before = state_dict.get("time_elapsed", {}).get("train", 0.0)
 
 
 def seconds_of(duration: str | timedelta | dict[str, float]) -> float:
-    """Seconds of a `timedelta`, its arguments, or "DD:HH:MM:SS".
+    """Return the seconds of a `timedelta`, its arguments as a dict, or "DD:HH:MM:SS".
 
     Raises:
-        HastenError: It is none of these.
+        HastenError: The duration has none of these forms.
     """
     if isinstance(duration, str):
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration.strip())

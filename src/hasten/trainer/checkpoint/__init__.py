@@ -1,4 +1,8 @@
-"""Checkpoints: files that are whole or not there, checked, and free of pickled code. Knows nothing of the Trainer.
+"""Checkpoints: files that are either complete or absent, verified, and free of pickled code.
+
+`files` holds the format, `plain` and `tensors` translate a state to it and back, `writing` replaces a file atomically,
+`saver` writes in a background thread, `folder` and `progress` find the checkpoint to resume from. Nothing here knows
+the Trainer.
 
 >>> notes = write("runs/1/epoch=3.ckpt", {"state_dict": model.state_dict(), "epoch": 3})  # doctest: +SKIP
 >>> state = read("runs/1/epoch=3.ckpt")  # doctest: +SKIP

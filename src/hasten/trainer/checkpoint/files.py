@@ -1,12 +1,12 @@
-"""Checkpoint files: one dict of tensors and plain values each, checked when written and read, free of pickled code.
+"""Checkpoint files: a dict of tensors and plain values, verified when written and read, free of pickled code.
 
 The format is that of safetensors (https://github.com/huggingface/safetensors#format): eight bytes with the header's
 length, a JSON header, the tensors' bytes. The header's `__metadata__` begins with a checksum: the SHA-256 of the whole
 file with zeros in the checksum's place. Its `state` is the rest of the dict as JSON.
 
-Written and read here, not by the package safetensors (tests read these files with it): that keeps no checksum; its
-`save_file` wants all tensors contiguous, in memory of their own and on the CPU at once, where here one is copied at a
-time; and it opens a path by itself, where `whole_file` has a locked temporary file, which it syncs and reads back.
+The safetensors package is not used (tests read these files with it). It keeps no checksum. Its `save_file` needs all
+tensors at once, contiguous, in separate memory and on the CPU, where this module copies one at a time. And it opens a
+path itself, where `whole_file` passes a locked temporary file, which it syncs and reads back.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ VERSION = 1
 _BEGINNING = '{{"__metadata__":{{"format":"hasten","version":"{}","checksum":"{}","state":'
 _HEAD = re.compile(rb'\{"__metadata__":\{"format":"hasten","version":"(\d{1,9})","checksum":"([0-9a-f]{64})","state":')
 _HEAD_START = b'{"__metadata__":{"format":"hasten"'
-_UNKNOWN = "0" * 64  # stands in the checksum's place while it is computed
+_UNKNOWN = "0" * 64  # placeholder of the checksum while it is computed
 _LONGEST_HEADER = 100_000_000  # safetensors refuses longer ones
-_LONG_STRUCTURE = 16 << 20  # longer ones become an entry of their own
+_LONG_STRUCTURE = 16 << 20  # a longer structure is stored as an entry among the tensors
 _CHUNK = 8 << 20
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write(path: str | Path, state: dict[Any, Any] | Packed, format: str = "hasten") -> list[str]:
-    """Writes a checkpoint, whole or not at all: the file is checked on disk before it takes its place.
+    """Write a checkpoint atomically: the file is verified on disk before it replaces the old one.
 
     Args:
         path: The file; its folder is created.
-        state: Tensors and plain values in dicts, lists and tuples; or what `pack` made of it.
+        state: Tensors and plain values in dicts, lists and tuples; or the result of `pack`.
         format: "hasten" (safetensors with a checksum), or "torch" (for `torch.load(weights_only=True)` in other tools).
 
     Returns:
-        What could not be stored safely, one sentence each. `read` gives a `NotSaved` in its place.
+        One sentence for each value that could not be stored safely. `read` returns a `NotSaved` in its place.
 
     Raises:
         HastenError: The file could not be written; the old one is untouched.
@@ -62,7 +62,7 @@ def write(path: str | Path, state: dict[Any, Any] | Packed, format: str = "haste
         header, tensors, size = _header(packed)
         whole_file(path, lambda file: _write_all(file, header, tensors), verify, size)
     elif format == "torch":
-        # A tensor is saved with all the memory that it is a part of.
+        # torch.save writes a view's whole storage: clone views, so that only their own elements are written.
         lean = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in packed.tensors.items()}
         plain = unpack(Packed(packed.structure, lean, ()), simple=True)
         whole_file(path, lambda file: torch.save(plain, file), verify, size)
@@ -72,7 +72,7 @@ def write(path: str | Path, state: dict[Any, Any] | Packed, format: str = "haste
 
 
 def read(path: str | Path, map_location: str | torch.device = "cpu", verify: bool = True) -> dict[Any, Any]:
-    """Reads a checkpoint of either format, also one of a framework that hasten knows. Never runs code from it.
+    """Read a checkpoint of either format, including those of a framework that hasten knows. Never runs code from it.
 
     Args:
         path: The file.
@@ -80,11 +80,11 @@ def read(path: str | Path, map_location: str | torch.device = "cpu", verify: boo
         verify: Check that no bit of it changed.
 
     Returns:
-        The state. Tensors that shared memory share it again, except where they overlapped only in part.
+        The state. Tensors that shared memory share it again, unless they overlapped only in part.
 
     Raises:
-        CheckpointError: It is missing (then a FileNotFoundError too), damaged, not a checkpoint, of a newer version,
-            or needs code to be run.
+        CheckpointError: The file is missing (then the error is a FileNotFoundError too), damaged, not a checkpoint, of
+            a newer version, or cannot be loaded without running code.
     """
     path = Path(path)
     with _open(path) as file:
@@ -121,7 +121,7 @@ def read(path: str | Path, map_location: str | torch.device = "cpu", verify: boo
 
 
 def verify(path: str | Path) -> None:
-    """Checks that a checkpoint is as it was written, without loading it.
+    """Check that a checkpoint is as it was written, without loading it.
 
     Raises:
         CheckpointError: It is missing, truncated, changed, not a checkpoint, or of a newer version.
@@ -143,7 +143,7 @@ def verify(path: str | Path) -> None:
 
 
 def read_structure(path: Path) -> str | None:
-    """Read the plain part of a checkpoint as JSON; "" where it lies among the tensors, None in torch's format.
+    """Return the plain part of a checkpoint as JSON; "" if it is stored among the tensors, None for torch's format.
 
     Raises:
         CheckpointError: The file is missing, or its beginning is damaged or of another kind.
@@ -164,9 +164,11 @@ class _Layout:
 
 
 def _header(packed: Packed) -> tuple[bytes, list[torch.Tensor], int]:
-    """The file's bytes before the tensors, the tensors in the file's order, and the file's size."""
+    """Return the bytes before the tensors, the tensors in the file's order, and the file's size in bytes."""
     structure = json.dumps(packed.structure, separators=(",", ":"), allow_nan=False)
-    named = sorted(packed.tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
+    named = sorted(
+        packed.tensors.items(), key=lambda item: -item[1].element_size()
+    )  # large elements first, so that every tensor is aligned
     if len(structure) > _LONG_STRUCTURE:
         named.append((STRUCTURE, torch.frombuffer(bytearray(structure.encode()), dtype=torch.uint8)))
         structure = ""
@@ -192,10 +194,11 @@ def _header(packed: Packed) -> tuple[bytes, list[torch.Tensor], int]:
 
 
 def _write_all(file: BinaryIO, header: bytes, tensors: list[torch.Tensor]) -> None:
+    """Write header and tensors, then the checksum over its placeholder in the header."""
     digest = hashlib.sha256(header)
     file.write(header)
     for tensor in tensors:
-        # One at a time: a tensor that is on a device or not laid out row by row is copied here.
+        # One at a time: tensors on a device or not contiguous are copied here, so memory for only one copy is needed.
         flat = tensor.cpu().contiguous().as_strided((tensor.numel(),), (1,))
         data = flat.view(torch.uint8).numpy().data
         for start in range(0, len(data), _CHUNK):
@@ -207,6 +210,7 @@ def _write_all(file: BinaryIO, header: bytes, tensors: list[torch.Tensor]) -> No
 
 
 def _open(path: Path) -> BinaryIO:
+    """Open a checkpoint for reading, or raise an error that says what to do."""
     try:
         return path.open("rb", buffering=0)
     except FileNotFoundError:
@@ -220,12 +224,13 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _is_torch(file: BinaryIO) -> bool:
+    """Return whether a file is a zip archive, as torch.save writes."""
     start = os.pread(file.fileno(), 4, 0)
     return start == b"PK\x03\x04"
 
 
 def _layout(path: Path, file: BinaryIO) -> _Layout:
-    """Reads and checks the header; leaves the file at its end."""
+    """Read and check the header; leaves the file position at its end."""
     size = os.fstat(file.fileno()).st_size
     start = os.pread(file.fileno(), 8 + 256, 0)
     length = int.from_bytes(start[:8], "little")
@@ -262,10 +267,11 @@ def _layout(path: Path, file: BinaryIO) -> _Layout:
 
 
 def _entries(header: dict[str, Any]) -> tuple[list[tuple[str, torch.dtype, list[int], int]], int]:
+    """Return the header's entries in the file's order, and their size; raises if they overlap or leave gaps."""
     entries = []
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype = _OF_NAME[entry["dtype"]]
+        dtype = _DTYPE_OF_NAME[entry["dtype"]]
         begin, stop = map(operator.index, entry["data_offsets"])
         count = 1
         for extent in entry["shape"]:
@@ -280,6 +286,7 @@ def _entries(header: dict[str, Any]) -> tuple[list[tuple[str, torch.dtype, list[
 
 
 def _read_tensors(path: Path, file: BinaryIO, layout: _Layout) -> tuple[dict[str, torch.Tensor], Any]:
+    """Read the tensors, and return them with the digest of the whole file."""
     tensors = {}
     for name, dtype, shape, size in layout.entries:
         raw = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -292,6 +299,7 @@ def _read_tensors(path: Path, file: BinaryIO, layout: _Layout) -> tuple[dict[str
 
 
 def _read_into(path: Path, file: BinaryIO, view: memoryview) -> int:
+    """Fill a buffer from a file; a read may return fewer bytes than asked for."""
     done = 0
     while done < len(view):
         try:
@@ -305,11 +313,13 @@ def _read_into(path: Path, file: BinaryIO, view: memoryview) -> int:
 
 
 def _compare(path: Path, layout: _Layout, checksum: str) -> None:
+    """Raise if the checksum differs from the one in the header."""
     if checksum != layout.checksum:
         raise damaged(path, f"its checksum is {checksum[:12]}…, and it was written with {layout.checksum[:12]}…")
 
 
 def _no_checkpoint(path: Path, start: bytes, size: int) -> CheckpointError:
+    """Return the error for a file of another kind."""
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size:
         return CheckpointError(
             f"{path} is a safetensors file, but not a checkpoint of hasten, or its first bytes were changed.",
@@ -327,7 +337,7 @@ def _no_checkpoint(path: Path, start: bytes, size: int) -> CheckpointError:
 
 
 def is_hasten(path: Any) -> bool:
-    """Whether a file is a checkpoint in hasten's format, by its first bytes."""
+    """Return whether a file is a checkpoint in hasten's format, judged by its first bytes."""
     try:
         with Path(path).open("rb") as file:
             return file.read(8 + len(_HEAD_START))[8:] == _HEAD_START

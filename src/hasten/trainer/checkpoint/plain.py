@@ -1,7 +1,7 @@
-"""A state (nested dicts and lists of tensors and values) taken apart into plain JSON and named tensors, and back.
+"""Translate a state (nested dicts and lists of tensors and values) to plain JSON and named tensors, and back.
 
-In the JSON, a list is a list and a JSON object has one key, its tag: `{"tuple": [...]}`, `{"tensor": {"at": name}}`.
-Nothing is ever looked up by a name that a file gives, except in the short tables below, so a file cannot run code.
+In the JSON, a list is a list. A JSON object has one key, its tag: `{"tuple": [...]}`, `{"tensor": {"at": name}}`.
+Nothing is ever looked up by a name from a file, except in the short tables below, so a file cannot run code.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hasten.errors import HastenError
 from hasten.trainer.checkpoint.tensors import Entries, Restored, as_plain_tensor
 from hasten.trainer.checkpoint.values import NOT_SAVED, READ_SMALL, NotSaved, scalar, simple_array, simplified
 
-_DEEPEST = 100  # levels; a JSON reader has its own limit
-_LONG = 1024  # bytes; longer ones lie beside the tensors
+_DEEPEST = 100  # levels of nesting; JSON readers have a limit too
+_LONG = 1024  # bytes; longer ones are stored as an entry among the tensors
 _FACTORIES: dict[str, Any] = {
     f.__name__: f for f in (list, int, float, dict, set, str, bool, tuple, Counter, OrderedDict)
 }
@@ -30,13 +30,13 @@ _FACTORIES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A state taken apart.
+    """A state as JSON and named tensors.
 
     Args:
         structure: The state as JSON values; tensors by name.
-        tensors: The tensors by name, on the devices they were on, in memory shared with the state. Two that share
-            memory are one.
-        notes: What could not be stored, or not as what it was: one sentence each.
+        tensors: The tensors by name, on their original devices, in memory shared with the state. Tensors that share
+            memory are one entry.
+        notes: One sentence for each value that could not be stored, or only as another type.
     """
 
     structure: Any
@@ -45,7 +45,7 @@ class Packed:
 
 
 def pack(state: dict[Any, Any]) -> Packed:
-    """Takes a state apart; copies its structure, but not its tensors.
+    """Translate a state to JSON and named tensors; copies its structure, but not its tensors.
 
     Raises:
         HastenError: The state is not a dict.
@@ -58,10 +58,10 @@ def pack(state: dict[Any, Any]) -> Packed:
 
 
 def unpack(packed: Packed, simple: bool = False) -> Any:
-    """Puts a state together; its tensors share memory with the packed ones.
+    """Rebuild a state; its tensors share memory with the packed ones.
 
     Args:
-        packed: What `pack` gave.
+        packed: The result of `pack`.
         simple: Use only types that `torch.load(weights_only=True)` reads: a numpy array becomes a tensor, a path a
             string, a deque a list.
     """
@@ -69,13 +69,13 @@ def unpack(packed: Packed, simple: bool = False) -> Any:
 
 
 def type_name(value: object) -> str:
-    """The name of a value's class, with its module where it is not a builtin."""
+    """Return the name of a value's class, with its module unless it is a builtin."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def revive_not_saved(value: Any) -> Any:
-    """Turns what stands for a `NotSaved` in a torch file back into one, everywhere in a state."""
+    """Return a state from a torch file with its stand-ins for `NotSaved` turned back into `NotSaved`."""
     if isinstance(value, dict):
         if len(value) == 1 and NOT_SAVED in value:
             return NotSaved(*value[NOT_SAVED])
@@ -90,15 +90,21 @@ def revive_not_saved(value: Any) -> Any:
 
 
 class _Packer:
+    """Translates one state, collecting its tensors and notes."""
+
     def __init__(self) -> None:
         self.entries = Entries()
         self.notes: list[str] = []
-        self._within: set[int] = set()  # containers around the present value
+        self._enclosing: set[int] = set()  # ids of the containers around the current value, to detect cycles
 
     def node(self, value: Any, path: tuple[str, ...], hashed: bool = False) -> Any:
-        """The JSON of a value. `hashed`: it is a key or in a set, so a tensor cannot be told from its equal."""
-        plain, found = scalar(value)
-        if found:
+        """Return the JSON of a value.
+
+        `hashed`: the value is a dict key or in a set. Tensors are refused there: they hash by identity, which a file
+        cannot keep.
+        """
+        plain, is_small = scalar(value)
+        if is_small:
             return plain
         if isinstance(value, torch.Tensor) and not hashed:
             return self._tensor(value, path)
@@ -107,20 +113,21 @@ class _Packer:
         if isinstance(value, bytes | bytearray):
             return self._bytes(value, path)
         if isinstance(value, dict | list | tuple | set | frozenset | deque | argparse.Namespace):
-            if id(value) in self._within or len(path) > _DEEPEST:
+            if id(value) in self._enclosing or len(path) > _DEEPEST:
                 return self._lost(value, path, "refers to itself or is nested too deep, and")
-            self._within.add(id(value))
+            self._enclosing.add(id(value))
             try:
                 return self._container(value, path, hashed)
             finally:
-                self._within.discard(id(value))
+                self._enclosing.discard(id(value))
         for base in (str, int, float):
-            if isinstance(value, base):  # a StrEnum, an IntEnum, a string class of somebody's
+            if isinstance(value, base):  # a StrEnum, an IntEnum, a user's subclass of str
                 self._became(value, path, base.__name__)
                 return scalar(_exact(base, value))[0]
         return self._lost(value, path)
 
     def _container(self, value: Any, path: tuple[str, ...], hashed: bool) -> Any:
+        """Return the JSON of a dict, list, tuple, set, deque or Namespace."""
         kind = type(value)
         if isinstance(value, dict):
             return self._dict(value, path, hashed)
@@ -141,6 +148,7 @@ class _Packer:
         return {"deque": [value.maxlen, items]} if isinstance(value, deque) else {base.__name__: items}
 
     def _dict(self, value: dict[Any, Any], path: tuple[str, ...], hashed: bool) -> Any:
+        """Return the JSON of a dict: an object if all keys are strings, otherwise pairs."""
         pairs = value.items()
         if all(type(key) is str for key in value):
             inside: Any = {key: self.node(item, (*path, key), hashed) for key, item in pairs}
@@ -168,6 +176,7 @@ class _Packer:
         return node
 
     def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
+        """Return the JSON of a tensor, and add the tensor to the entries."""
         plain = as_plain_tensor(value)
         if plain is None:
             return self._lost(value, path)
@@ -179,6 +188,7 @@ class _Packer:
         return {"parameter" if isinstance(value, torch.nn.Parameter) else "tensor": node}
 
     def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
+        """Return the JSON of a numpy scalar or array; an array becomes an entry where torch has its dtype."""
         if value.dtype.hasobject or (isinstance(value, np.generic) and value.dtype.kind == "V"):
             return self._lost(value, path)
         if isinstance(value, np.generic):
@@ -195,6 +205,7 @@ class _Packer:
         return {"array": self.entries.add(tensor, path)}
 
     def _bytes(self, value: bytes | bytearray, path: tuple[str, ...]) -> Any:
+        """Return the JSON of bytes; long ones become an entry among the tensors."""
         if type(value) not in (bytes, bytearray):
             self._became(value, path, "bytes" if isinstance(value, bytes) else "bytearray")
         tag = "bytes" if isinstance(value, bytes) else "bytearray"
@@ -203,20 +214,25 @@ class _Packer:
         return {tag: self.entries.add(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)}
 
     def _became(self, value: object, path: tuple[str, ...], what: str) -> None:
+        """Note that a value was stored as another type."""
         self.notes.append(f"{_where(path)}: a {type_name(value)} was stored as a {what}")
 
     def _lost(self, value: object, path: tuple[str, ...], why: str = "") -> Any:
+        """Note that a value cannot be stored, and return the JSON of a `NotSaved`."""
         name = type_name(value)
         self.notes.append(f"{_where(path)}: a {name} {why + ' ' if why else ''}cannot be stored safely")
         return {"not_saved": [name, "..." if why else _short_repr(value)]}
 
 
 class _Unpacker:
+    """Rebuilds values from their JSON."""
+
     def __init__(self, tensors: Restored, simple: bool) -> None:
         self._tensors = tensors
         self._simple = simple
 
     def value(self, node: Any, hashed: bool = False) -> Any:
+        """Return the value of a JSON node. `hashed`: it is a dict key or in a set, so it must be hashable."""
         if isinstance(node, list):
             return [self.value(item, hashed) for item in node]
         if not isinstance(node, dict):
@@ -236,7 +252,7 @@ class _Unpacker:
                 return simple_array(array) if self._simple else array
             case "bytes":
                 value = self._bytes(inner)
-                # That reader refuses `bytes()`, which is how pickle writes empty ones.
+                # torch.load(weights_only=True) refuses `bytes()`, which is how pickle writes empty bytes.
                 return value if value or not self._simple else ("" if hashed else bytearray())
             case "bytearray":
                 return bytearray(self._bytes(inner))
@@ -267,28 +283,33 @@ class _Unpacker:
         raise ValueError(f"unknown tag {tag!r}")
 
     def _bytes(self, inner: Any) -> bytes:
+        """Return bytes, from base64 or from an entry."""
         if isinstance(inner, str):
             return base64.b64decode(inner, validate=True)
         return self._tensors.tensor(inner).cpu().numpy().tobytes()
 
 
 def _exact(base: type, value: Any) -> Any:
+    """Return a value of a subclass as its plain base class."""
     if base is str:
         return str.__str__(value)
     return int.__int__(value) if base is int else float.__float__(value)
 
 
 def _key_name(key: object) -> str:
+    """Return a dict key as text for a value's path."""
     return key if isinstance(key, str) else _short_repr(key)
 
 
 def _where(path: Iterable[str]) -> str:
+    """Return a value's path as text."""
     return ".".join(path) or "the state"
 
 
 def _short_repr(value: object) -> str:
+    """Return a value's repr, at most 200 characters."""
     try:
         text = repr(value)
-    except Exception as error:  # whatever somebody's __repr__ raises
+    except Exception as error:  # a user's __repr__ may raise anything
         text = f"<{type_name(value)}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= 200 else text[:199] + "…"

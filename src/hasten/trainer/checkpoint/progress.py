@@ -1,4 +1,4 @@
-"""How far a checkpoint's training was, read from the file without its tensors; and so, which of many is the last."""
+"""How far a checkpoint's training was, read from the file without its tensors, to find the latest of many."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _ROOT = ("epoch", "global_step", "state_dict", "optimizer_states", "loops")
 
 @dataclass(frozen=True, order=True)
 class CheckpointProgress:
-    """How far the training was when a checkpoint was written; the one that compares greater is the later.
+    """How far the training was when a checkpoint was written; a later checkpoint compares greater.
 
-    Times of files are not asked: a copy has a new one, and clocks of machines differ.
+    File times are not used: a copy has a new one, and the clocks of machines differ.
 
     Attributes:
-        begun: When its `fit` began; later than that of the one it went on from, whatever the clocks say. So a run that
-            was begun again, or went on from an earlier checkpoint, comes after the one before. 0 where unknown.
-        step: Optimizer steps done; -1 where the file does not say.
+        begun: When its `fit` began; later than that of the run it resumed from, whatever the clocks say. So a run that
+            was started again, or resumed from an earlier checkpoint, compares greater than the run before it. 0 if
+            unknown.
+        step: Optimizer steps done; -1 if the file does not say.
         batches: Batches done.
         epoch: Epochs done.
-        resumable: Whether a training can go on from it, rather than only take its weights.
+        resumable: Whether a training can resume from it; otherwise it holds only weights.
     """
 
     begun: float
@@ -40,7 +41,7 @@ def read_progress(path: Path) -> CheckpointProgress:
     """Return how far a checkpoint's training was.
 
     Raises:
-        CheckpointError: It cannot be read. That it can be does not say that it is whole.
+        CheckpointError: It cannot be read. No error does not mean that the file is intact: use `verify` for that.
     """
     state = _top(path)
     loops = state.get("loops")
@@ -57,16 +58,17 @@ def read_progress(path: Path) -> CheckpointProgress:
 
 
 def _number(value: Any, default: float) -> float:
+    """Return a value if it is a number of sensible size, otherwise the default."""
     return value if isinstance(value, int | float) and abs(value) < 1e18 else default  # NaN compares false
 
 
 def _top(path: Path) -> dict[str, Any]:
-    """The upper levels of a checkpoint's dict; what lies deeper, and tensors, may be anything."""
+    """Return the upper levels of a checkpoint's dict. Deeper values, and tensors, may be anything."""
     structure = read_structure(path)
     if structure is None:
-        try:  # torch's format: mapped into memory, so no tensor is read
+        try:  # torch's format: memory-mapped, so no tensor is read
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception:  # whatever it is, reading it says it in our words
+        except Exception:  # whatever the reason, `read` raises a CheckpointError that explains it
             state = read(path, verify=False)
         return state if isinstance(state, dict) else {}
     if structure == "":  # too long for the header
@@ -76,6 +78,12 @@ def _top(path: Path) -> dict[str, Any]:
         top = {name: root[name] for name in _ROOT if name in root}
         loops = top["loops"] = dict(top.get("loops", {}).get("dict", {}))
         loops["hasten"] = loops.get("hasten", {}).get("dict", {})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # a dict of other keys, or damaged
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # a dict with other kinds of keys, or a damaged file
         return {}
     return top

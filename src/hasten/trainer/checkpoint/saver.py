@@ -1,4 +1,8 @@
-"""Saves checkpoints while the training goes on: a quick copy now, the file from a thread."""
+"""Saver: save checkpoints during training, by a quick copy in memory and a write in a background thread.
+
+`save` copies the state to host memory that is reused from save to save, and queues the write; one thread works off the
+queue. A failure is kept until `check` or `wait` raises it, or is printed when the interpreter exits.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,14 @@ Done = Callable[[Path, list[str]], object]
 
 
 class Saver:
-    """Writes and removes checkpoints in the order in which it was told to.
+    """Writes and removes checkpoints, in the order of the calls.
 
-    In the background, `save` copies the state to memory that is kept for the next save, and one thread writes it. There
-    is one copy: a save waits for the one before. The thread ends when nothing is left to do; the interpreter does not
-    exit before that. Use it from one thread, and not from signal handlers.
+    In the background, `save` copies the state to memory that is reused for the next save, and one thread writes it.
+    There is only one copy, so a save waits for the previous write. The thread ends when its queue is empty; the
+    interpreter does not exit before that. Use a Saver from one thread, and not from signal handlers.
 
     Args:
-        background: Write in a thread; otherwise `save` returns when the file is there, and raises if it is not.
+        background: Write in a thread; otherwise `save` returns when the file is written, and raises if that fails.
         format: "hasten" or "torch".
     """
 
@@ -38,24 +42,24 @@ class Saver:
         self._background = background
         self._format = format
         self._changed = threading.Condition()
-        self._tasks: deque[tuple[Callable[[], None], bool]] = deque()  # what to do, and whether it writes
+        self._tasks: deque[tuple[Callable[[], None], bool]] = deque()  # the task, and whether it is a write
         self._thread: threading.Thread | None = None
         self._failures: list[HastenError] = []
         self._copies: dict[str, torch.Tensor] = {}
-        # Belong to whoever runs tasks:
+        # Used only by the thread that runs the tasks:
         self._last_failed = False
-        self._held: list[Path] = []  # to be removed once a later write was good
+        self._remove_later: list[Path] = []  # to be removed once a later write succeeds
 
     def save(self, path: str | Path, state: dict[Any, Any], done: Done | None = None) -> None:
-        """Saves a state as it is now; it may change as soon as this returns.
+        """Save the current state; the caller may change it as soon as this returns.
 
         Args:
-            path: The file, replaced when the new one is whole.
+            path: The file, replaced once the new one is complete.
             state: See `write`. Tensors on any device.
-            done: Called with the path and what `write` returned when the file is there; in the thread.
+            done: Called with the path and the result of `write` once the file is written; in the thread.
 
         Raises:
-            HastenError: In the foreground, the write failed. In the background, `check` and `wait` raise that.
+            HastenError: In the foreground, the write failed. In the background, `check` and `wait` raise that error.
         """
         path = Path(path)
         if not self._background:
@@ -68,9 +72,9 @@ class Saver:
         self._add(lambda: self._write(path, packed, done), writes=True)
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint, after all that was told before. If the write before failed, once a later one is good.
+        """Remove a checkpoint, after all earlier calls are done. A missing file is no failure.
 
-        One that is not there is no failure.
+        If the previous write failed, the checkpoint is kept until a later write succeeds.
         """
         path = Path(path)
         if self._background:
@@ -80,20 +84,20 @@ class Saver:
 
     @property
     def works(self) -> bool:
-        """Whether something is still to be written or removed; answered at once, also while another thread hangs."""
+        """Whether something is still to be written or removed. Takes no lock, so it never waits for the thread."""
         return bool(self._tasks)
 
     @property
     def failures(self) -> tuple[HastenError, ...]:
-        """Return background failures that were not raised yet, oldest first."""
+        """Background failures that were not raised yet, oldest first."""
         with self._changed:
             return tuple(self._failures)
 
     def check(self) -> None:
-        """Raises the first background failure that was not raised yet, if any; does not wait.
+        """Raise the first background failure that was not raised yet, if any; does not wait.
 
         Raises:
-            HastenError: What failed; how many more did, is in its message.
+            HastenError: The failure; its message says how many more there are.
         """
         with self._changed:
             failures, self._failures = self._failures, []
@@ -105,7 +109,7 @@ class Saver:
             raise first
 
     def wait(self) -> None:
-        """Waits until everything is written and removed.
+        """Wait until everything is written and removed.
 
         Raises:
             HastenError: As `check`.
@@ -115,7 +119,7 @@ class Saver:
         self.check()
 
     def __reduce__(self) -> tuple[type[Saver], tuple[bool, str]]:
-        return Saver, (self._background, self._format)  # a copy has nothing to write
+        return Saver, (self._background, self._format)  # a copy starts with an empty queue
 
     def __enter__(self) -> Saver:
         return self
@@ -124,16 +128,16 @@ class Saver:
         if kind is None:
             self.wait()
         else:
-            with self._changed:  # the error on its way matters more than that of a write
+            with self._changed:  # do not replace the exception in flight by a write error
                 self._changed.wait_for(lambda: not self._tasks)
 
     def _copied(self, packed: Packed) -> Packed:
-        """The state with its tensors copied into this saver's memory."""
+        """Return the state with its tensors copied into this Saver's memory."""
         copies: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in packed.tensors.items():
             copy = self._copies.pop(name, None)
-            # Memory used before is several times quicker to copy to than new memory.
+            # Reuse the memory: copying to it is several times faster than to new memory.
             strides = _strides_of_copy(tensor)
             if copy is None or (copy.shape, copy.dtype, copy.stride()) != (tensor.shape, tensor.dtype, strides):
                 copy = torch.empty_strided(
@@ -149,28 +153,30 @@ class Saver:
         return replace(packed, tensors=dict(copies))
 
     def _add(self, task: Callable[[], None], writes: bool = False) -> None:
+        """Queue a task, and start the thread unless it runs."""
         interrupted: BaseException | None = None
         with self._changed:
             self._tasks.append((task, writes))
             alone = False
             while self._thread is None and not alone:
-                # Not a daemon, so that the interpreter waits for it; it ends with its work, so it does so only then.
+                # Not a daemon: the interpreter then waits for the thread, which ends when its queue is empty.
                 self._thread = threading.Thread(target=self._work, name="hasten-saver")
                 try:
                     self._thread.start()
                 except BaseException as error:
-                    self._thread = None  # if it did begin, it sees that another works, and ends
+                    self._thread = None  # if it did start after all, it sees that it is not this thread, and ends
                     alone = isinstance(error, RuntimeError) and "new thread" in str(error)
-                    if not alone:  # a signal's handler raised it, as a DataLoader's does when a worker was killed
-                        # Thread.start forgets a thread that has begun already, and fails on that.
+                    if not alone:  # raised by a signal handler, such as DataLoader's when a worker was killed
+                        # Thread.start may fail to forget a thread that started after all: a KeyError hides it.
                         hidden = error.__context__ if isinstance(error, KeyError) else None
                         interrupted = hidden or error
-        if alone:  # the interpreter is on its way out: work here
+        if alone:  # the interpreter is shutting down and starts no threads: work here
             self._work()
         if interrupted is not None:
             raise interrupted
 
     def _work(self) -> None:
+        """Run the queued tasks until there are none."""
         while True:
             with self._changed:
                 if self._thread not in (None, threading.current_thread()):
@@ -181,30 +187,32 @@ class Saver:
                 task, _ = self._tasks[0]
             try:
                 task()
-            except BaseException as error:  # must not end the thread: somebody waits for the rest
+            except BaseException as error:  # must not end the thread: `wait` waits for the other tasks
                 self._failed(error)
             with self._changed:
                 self._tasks.popleft()
                 self._changed.notify_all()
 
     def _failed(self, error: BaseException) -> None:
+        """Keep a failure for `check` and `wait`."""
         if not isinstance(error, HastenError):
-            found = HastenError(
+            wrapped = HastenError(
                 f"Saving a checkpoint failed: {type_name(error)}: {error}.", "The files saved before are kept."
             )
-            found.__cause__ = error
-            error = found
+            wrapped.__cause__ = error
+            error = wrapped
         with self._changed:
             self._failures.append(error)
         _unreported.add(self)
 
     def _write(self, path: Path, packed: Packed, done: Done | None) -> None:
+        """Write a checkpoint, then remove those that waited for a successful write."""
         self._last_failed = True
         notes = write(path, packed, self._format)
         self._last_failed = False
-        held, self._held = self._held, []
+        outdated, self._remove_later = self._remove_later, []
         try:
-            for old in held:
+            for old in outdated:
                 if old != path:
                     self._remove(old)
         finally:
@@ -212,8 +220,9 @@ class Saver:
                 done(path, notes)
 
     def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, or put that off if the previous write failed."""
         if self._last_failed:
-            self._held.append(path)
+            self._remove_later.append(path)
             return
         try:
             path.unlink(missing_ok=True)
@@ -222,6 +231,7 @@ class Saver:
 
 
 def _strides_of_copy(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides for a copy: those of the tensor if it has no gaps or overlaps, else contiguous ones."""
     if is_dense(tensor.shape, tensor.stride()):
         return tensor.stride()
     return contiguous_strides(tensor.shape)
@@ -231,6 +241,7 @@ _unreported: set[Saver] = set()
 
 
 def _report() -> None:
+    """Print failures that nobody raised, when the interpreter exits."""
     for saver in _unreported:
         for failure in saver.failures:
             messages.tell(f"hasten: {failure}")

@@ -1,4 +1,8 @@
-"""The tensors of a state as named entries: each memory once, however many tensors look at it."""
+"""The tensors of a state as named entries: each memory is stored once, however many tensors share it.
+
+`Entries` collects the tensors. Those that lie inside another tensor's memory (views, tied weights) are stored as
+offset, shape and strides into it. `Restored` rebuilds them as views of the loaded entry.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import Any
 
 import torch
 
-# The dtypes of safetensors. Others are stored as their bytes.
+# The dtypes of safetensors. Tensors of other dtypes are stored as their bytes (U8).
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -25,14 +29,14 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-STRUCTURE = "__structure__"  # the entry that holds the structure where it is too long for the header
+STRUCTURE = "__structure__"  # the entry for a structure that is too long for the header
 
 
 def as_plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
-    """The tensor without its class and its graph, sharing its memory; None if it has no plain memory to store.
+    """Return the tensor without its class and graph, sharing its memory; None if it has no plain memory to store.
 
-    Sparse, quantized, nested, meta and uninitialized tensors have none, nor have classes that hold other tensors
-    (DTensor).
+    That is the case for sparse, quantized, nested, meta and uninitialized tensors, and for classes that wrap other
+    tensors (DTensor).
     """
     kind = type(value)
     plain = kind is torch.Tensor or kind is torch.nn.Parameter
@@ -51,12 +55,12 @@ def as_plain_tensor(value: torch.Tensor) -> torch.Tensor | None:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor of this shape that is laid out row by row."""
+    """Return the strides of a contiguous tensor of this shape."""
     return torch.empty(shape, device="meta").stride()
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill one stretch of memory without gaps and overlaps, in whatever order."""
+    """Return whether the elements fill a range of memory without gaps or overlaps, in any order of dimensions."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride != step:
@@ -66,22 +70,22 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class Entries:
-    """Collects tensors; `close` names the memories to store and completes the nodes that `add` gave."""
+    """Collects tensors; `close` chooses the tensors to store and completes the nodes that `add` returned."""
 
     def __init__(self) -> None:
         self._added: list[tuple[torch.Tensor, dict[str, Any], str]] = []
 
     def add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> dict[str, Any]:
-        """A JSON node that will say where the tensor is once the entries are closed."""
+        """Return a JSON node that describes the location of the tensor once `close` was called."""
         node: dict[str, Any] = {}
         self._added.append((tensor, node, "/".join(path).encode("utf-8", "backslashreplace").decode()))
         return node
 
     def close(self) -> dict[str, torch.Tensor]:
-        """The tensors to store, by name: those that only look at another's memory are left out."""
-        found: dict[str, torch.Tensor] = {}
+        """Return the tensors to store, by name, without those that lie inside the memory of another."""
+        stored: dict[str, torch.Tensor] = {}
         names = _Names()
-        owners: dict[int, int] = {}  # index of a tensor -> index of the one in whose memory it lies
+        owners: dict[int, int] = {}  # index of a tensor -> index of the tensor that contains it
         groups: dict[Any, list[int]] = {}
         for i, (tensor, _, _) in enumerate(self._added):
             if tensor.numel():
@@ -94,7 +98,7 @@ class Entries:
         for i, (tensor, _, path) in enumerate(self._added):
             if i not in owners:
                 at[i] = names.unique(path)
-                found[at[i]] = tensor
+                stored[at[i]] = tensor
         for i, (tensor, node, _) in enumerate(self._added):
             owner = owners.get(i, i)
             node["at"] = at[owner]
@@ -106,38 +110,38 @@ class Entries:
             if not _same_view(tensor, base):
                 offset = (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
                 node["view"] = [offset, list(tensor.shape), list(tensor.stride())]
-        return found
+        return stored
 
     def _owners(self, group: list[int]) -> dict[int, int]:
-        """For tensors of one storage: which of them lie inside which other one."""
+        """Return, by index, which tensors of one storage lie inside which other tensor."""
 
-        def stretch(i: int) -> tuple[int, int]:
+        def byte_range(i: int) -> tuple[int, int]:  # first byte, and the one after the last
             tensor = self._added[i][0]
             reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
             return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
-        found: dict[int, int] = {}
-        widest: int | None = None  # of the gapless ones so far, the one that reaches furthest
+        owners: dict[int, int] = {}
+        widest: int | None = None  # of the dense tensors so far, the one that ends last
         seen: dict[Any, int] = {}
-        # What covers a tensor begins no later than it and, beginning together, ends no earlier: so it comes before it.
-        gapless = {i: is_dense(self._added[i][0].shape, self._added[i][0].stride()) for i in group}
-        for i in sorted(group, key=lambda i: (stretch(i)[0], -stretch(i)[1], not gapless[i], i)):
+        # Sort so that a tensor comes after every tensor that contains it: by start, the longer one first.
+        dense = {i: is_dense(self._added[i][0].shape, self._added[i][0].stride()) for i in group}
+        for i in sorted(group, key=lambda i: (byte_range(i)[0], -byte_range(i)[1], not dense[i], i)):
             tensor = self._added[i][0]
             same = seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), i)
-            if widest is not None and stretch(widest)[1] >= stretch(i)[1]:
-                found[i] = widest
+            if widest is not None and byte_range(widest)[1] >= byte_range(i)[1]:
+                owners[i] = widest
             elif same != i:
-                found[i] = same
-            elif gapless[i]:
+                owners[i] = same
+            elif dense[i]:
                 widest = i
-        return found
+        return owners
 
 
 class Restored:
-    """Gives tensors back from their nodes; tensors that shared memory share it again.
+    """Rebuilds tensors from their nodes; tensors that shared memory share it again.
 
     Args:
-        tensors: The stored entries by name, each in memory of its own.
+        tensors: The stored entries by name, each with separate memory.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -146,10 +150,10 @@ class Restored:
         self._made: dict[tuple[object, ...], torch.Tensor] = {}
 
     def tensor(self, node: dict[str, Any], parameter: bool = False) -> torch.Tensor:
-        """The tensor of a node.
+        """Return the tensor of a node.
 
         Raises:
-            Exception: KeyError, RuntimeError and the like if the node does not fit what is stored.
+            Exception: KeyError, RuntimeError or similar if the node does not fit the stored entries.
         """
         grad = bool(node.get("grad"))
         key = (node["at"], str(node.get("view")), parameter, grad)
@@ -166,6 +170,7 @@ class Restored:
         return self._made[key]
 
     def _base(self, node: dict[str, Any]) -> torch.Tensor:
+        """Return a stored entry with the dtype and strides of its node."""
         name = node["at"]
         if name in self._bases:
             return self._bases[name]
@@ -186,10 +191,13 @@ class Restored:
 
 
 class _Names:
+    """Hands out unique names."""
+
     def __init__(self) -> None:
         self._taken = {"__metadata__", STRUCTURE}
 
     def unique(self, wanted: str) -> str:
+        """Return the name, with a number appended if it is taken."""
         name, count = wanted, 1
         while name in self._taken:
             count += 1
@@ -198,7 +206,8 @@ class _Names:
         return name
 
 
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (
-        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+def _same_view(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same memory, shape and strides."""
+    return first is second or (
+        first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()
     )

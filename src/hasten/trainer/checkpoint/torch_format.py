@@ -1,4 +1,4 @@
-"""Checkpoints in torch's own format, a zip archive: checked by the archive's checksums, loaded without running code."""
+"""Checkpoints in torch's own format, a zip archive: verified by its checksums, loaded without running code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hasten.trainer.checkpoint.plain import revive_not_saved
 
 
 def verify_torch(path: Path, file: BinaryIO) -> None:
-    """Checks every record of the archive.
+    """Check every record of the archive.
 
     Args:
-        path: Its name, for what is said. What it names may be replaced while `file` is read.
+        path: Its name, for messages. The file of that name may be replaced while `file` is read.
         file: The archive, open.
 
     Raises:
-        CheckpointError: It is truncated or changed, or no archive of torch.save.
+        CheckpointError: It is truncated or changed, or not an archive of torch.save.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -38,10 +38,10 @@ def verify_torch(path: Path, file: BinaryIO) -> None:
 
 
 def read_torch(path: Path, file: BinaryIO, map_location: str | torch.device, check: bool) -> dict[Any, Any]:
-    """Reads the archive's dict; `path` and `file` as in `verify_torch`.
+    """Return the archive's dict; `path` and `file` as in `verify_torch`.
 
     Raises:
-        CheckpointError: It is damaged, or needs code to be run.
+        CheckpointError: It is damaged, or cannot be loaded without running code.
     """
     if check:
         verify_torch(path, file)
@@ -64,8 +64,9 @@ def read_torch(path: Path, file: BinaryIO, map_location: str | torch.device, che
 
 
 def _foreign(file: BinaryIO) -> list[str]:
+    """Return the classes in a checkpoint that `torch.load(weights_only=True)` refuses."""
     try:
         file.seek(0)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # a damaged or strange pickle: torch's own refusal says more
+    except Exception:  # a damaged or unusual pickle: torch.load's own error says more
         return []

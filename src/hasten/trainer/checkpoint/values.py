@@ -1,4 +1,4 @@
-"""Small values as JSON and back: the short tables of what a checkpoint may hold besides tensors and containers."""
+"""Small values as JSON and back: the types that a checkpoint may hold besides tensors and containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NOT_SAVED = "hasten.NotSaved"  # the key of the dict that stands for a NotSaved in a torch file
+NOT_SAVED = "hasten.NotSaved"  # the key of the dict that represents a NotSaved in a torch file
 _PATHS: dict[str, type[PurePath]] = {"Path": Path, "PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
 _TIMES: dict[str, Any] = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -21,11 +21,11 @@ _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(frozen=True)
 class NotSaved:
-    """Stands in a loaded checkpoint where there was a value that cannot be stored without pickle.
+    """Stand-in, in a loaded checkpoint, for a value that cannot be stored without pickle.
 
     Args:
         type: The value's class, with its module.
-        repr: What the value looked like, at most 200 characters.
+        repr: The value's repr, at most 200 characters.
     """
 
     type: str
@@ -33,7 +33,7 @@ class NotSaved:
 
 
 def scalar(value: Any) -> tuple[Any, bool]:
-    """The JSON of a small value, and whether there is one."""
+    """Return the JSON of a small value and True; or None and False if it is of another type."""
     node: Any = None
     kind = type(value)
     if value is None or kind is bool or kind is str:
@@ -41,6 +41,7 @@ def scalar(value: Any) -> tuple[Any, bool]:
     elif kind is int:
         node = value if value.bit_length() <= 1024 else {"int": hex(value)}
     elif kind is float:
+        # JSON has no NaN or infinity; their bytes keep a NaN's payload.
         node = value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     elif kind is complex:
         node = {"complex": [struct.pack(">d", part).hex() for part in (value.real, value.imag)]}
@@ -69,6 +70,8 @@ def scalar(value: Any) -> tuple[Any, bool]:
 
 
 def _time(kind: str) -> Callable[[Any], Any]:
+    """Return the reader for a type of dates or times."""
+
     def read(inner: Any) -> Any:
         value = _TIMES[kind].fromisoformat(inner[0])
         return value.replace(fold=inner[1]) if inner[1] else value
@@ -77,6 +80,7 @@ def _time(kind: str) -> Callable[[Any], Any]:
 
 
 def _of_torch(name: str) -> Any:
+    """Return the dtype, layout or memory format of this name; refuses any other attribute of torch."""
     value = getattr(torch, name)
     if not isinstance(value, _OF_TORCH):
         raise TypeError(f"torch.{name} is no dtype")
@@ -84,6 +88,7 @@ def _of_torch(name: str) -> Any:
 
 
 def _numpy_scalar(inner: Any) -> Any:
+    """Return a numpy scalar from its dtype and bytes."""
     dtype = np.dtype(str(inner[0]))
     if dtype.hasobject:
         raise ValueError("a numpy scalar of objects")
@@ -91,6 +96,7 @@ def _numpy_scalar(inner: Any) -> Any:
 
 
 def _double(text: str) -> float:
+    """Return a float from the hex of its bytes."""
     return float(struct.unpack(">d", bytes.fromhex(text))[0])
 
 
@@ -111,7 +117,7 @@ READ_SMALL: dict[str, Callable[[Any], Any]] = {
 
 
 def simplified(value: Any, hashed: bool) -> Any:
-    """A small value as something that `torch.load(weights_only=True)` reads."""
+    """Return a small value as a type that `torch.load(weights_only=True)` reads."""
     if isinstance(value, NotSaved):
         return str(value) if hashed else {NOT_SAVED: [value.type, value.repr]}
     if isinstance(value, np.generic):
@@ -125,10 +131,11 @@ def simplified(value: Any, hashed: bool) -> Any:
         return str(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    return hex(value) if isinstance(value, int) else value  # an int is here when it is too long for that reader
+    return hex(value) if isinstance(value, int) else value  # an int gets here only if it is too long for torch.load
 
 
 def simple_array(array: np.ndarray[Any, Any]) -> Any:
+    """Return a numpy array as a tensor, or as text or lists of text if torch has no such dtype."""
     if array.dtype.kind in "iufc" and array.dtype.itemsize <= 8:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
     return str(array.tolist()) if array.dtype.names else array.astype(str).tolist()

@@ -1,4 +1,8 @@
-"""Files that are whole or not there: written beside their place, made durable, then renamed into it."""
+"""Write files atomically: beside their place, synced and read back, then renamed into it.
+
+A reader sees the old file or the new one, never a part. A writer that is killed leaves a temporary file, which it held
+a lock on; `remove_leftovers` removes those whose lock is free.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +32,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_writable(folder: str | Path, needed: int = 0) -> None:
-    """Finds out before a training begins whether checkpoints can be written to a folder; creates the folder.
+    """Check, before a training begins, that checkpoints can be written to a folder; creates the folder.
 
     Args:
-        folder: Where they are to go.
-        needed: Bytes that one checkpoint takes, if known.
+        folder: The folder for checkpoints.
+        needed: Bytes of one checkpoint, if known.
 
     Raises:
         HastenError: They cannot: the folder is read-only, not permitted, a file, or has less than `needed` bytes free.
@@ -41,9 +45,9 @@ def check_writable(folder: str | Path, needed: int = 0) -> None:
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Removes temporary files that writers left behind when they were killed.
+    """Remove temporary files that killed writers left.
 
-    A writer holds a lock on its file as long as it lives, so files being written now, by whomever, stay.
+    A writer holds a lock on its file as long as it lives, so files that any process is writing now are kept.
 
     Returns:
         The files removed.
@@ -55,17 +59,17 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
 def whole_file(
     path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], None], needed: int, keep: bool = True
 ) -> None:
-    """Writes a file so that `path` holds either what it held before or the new file, whole and checked.
+    """Write a file so that `path` holds either its previous content or the complete, verified new file.
 
     Args:
-        path: Where the file goes; its folder is created.
-        write: Writes the file, given it open.
-        check: Reads the file back, and raises HastenError if it is not what was written.
-        needed: About how many bytes it takes, to fail before they are written.
-        keep: Put the file in its place; otherwise this was a rehearsal, and it is removed.
+        path: The file; its folder is created.
+        write: Called with the open file to write it.
+        check: Reads the file back, and raises HastenError if it differs from what was written.
+        needed: Approximate size in bytes, to fail before anything is written.
+        keep: Put the file in its place; otherwise this is a rehearsal, and the file is removed.
 
     Raises:
-        HastenError: The file could not be written or was not well written; `path` is as it was.
+        HastenError: The file could not be written or did not read back; `path` is unchanged.
     """
     folder = path.parent
     temporary: Path | None = None
@@ -81,13 +85,13 @@ def whole_file(
         with not_for_children(fd):
             watched = _Watched(fd)
             try:
-                write(cast(BinaryIO, watched))  # the part of a file that writers use
+                write(cast(BinaryIO, watched))  # it has the methods that writers use
             except RuntimeError:
                 if watched.failure is None:
                     raise
-                raise watched.failure from None  # torch.save hides why its file failed
+                raise watched.failure from None  # torch.save replaces the OSError by a RuntimeError
             os.fsync(fd)
-            # So that reading it back asks the disk, not memory.
+            # Drop it from the page cache, so that reading it back reads the disk.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             _check_back(path, temporary, check)
             if keep:
@@ -96,7 +100,7 @@ def whole_file(
                 sync_folder(folder)
     except OSError as error:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)  # first, so that the free bytes named are those one can have
+            temporary.unlink(missing_ok=True)  # first, so that the message counts its bytes as free
             temporary = None
         raise _cause(error, path if keep else folder, needed) from error
     finally:
@@ -106,7 +110,10 @@ def whole_file(
 
 @contextmanager
 def not_for_children(fd: int) -> Iterator[None]:
-    """Closes a file at the end, and at once in a process forked meanwhile, which would keep its lock and its space."""
+    """Close a file at the end of the block, and at once in a forked child.
+
+    A child that inherited it would keep its lock and its disk space.
+    """
     _ours.add(fd)
     pid = os.getpid()
     try:
@@ -121,6 +128,7 @@ _ours: set[int] = set()
 
 
 def _close_in_child() -> None:
+    """Close the inherited files in a forked child."""
     for fd in _ours:
         os.close(fd)
     _ours.clear()
@@ -130,6 +138,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _check_back(path: Path, temporary: Path, check: Callable[[Path], None]) -> None:
+    """Read a written file back, and raise if it differs."""
     try:
         check(temporary)
     except HastenError as error:
@@ -140,7 +149,7 @@ def _check_back(path: Path, temporary: Path, check: Callable[[Path], None]) -> N
 
 
 class _Watched:
-    """A file that writes all it is given and remembers the error that stopped it."""
+    """A file for writers that writes all bytes it gets and remembers the error that stopped it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -159,7 +168,7 @@ class _Watched:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: writes are not buffered."""
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return os.lseek(self._fd, offset, whence)
@@ -169,6 +178,7 @@ class _Watched:
 
 
 def _cause(error: OSError, path: Path, needed: int) -> HastenError:
+    """Return the error for a failed write, with its cause and what to do."""
     if error.errno in _FULL:
         try:
             free = f"{shutil.disk_usage(path.parent).free:,} are free"

@@ -1,4 +1,4 @@
-"""`Trainer.find_batch_size`: the search of `hasten batch`, by attempts in this process on copies."""
+"""Finders: short trial fits in this process, on copies, for `Trainer.find_batch_size` and `LRFinder`."""
 
 from hasten.trainer.finders.trials import find
 

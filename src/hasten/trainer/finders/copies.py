@@ -1,4 +1,4 @@
-"""A fit on trial, in this process: copies of what it is given, and a Trainer with the same techniques."""
+"""Trial fits in this process: a copy of the module, and a Trainer with the same techniques that writes nothing."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ TRIED: dict[str, Any] = {
     "strategy": "auto",
     "seed": None,
 }
-"""Flags of a Trainer on trial that differ from those of the real one."""
+"""Flags of a trial Trainer that differ from the user's."""
 
 Change = Callable[[Any, str], Any]
-"""Returns what is given as loaders, "train" or "val", as a trial takes them."""
+"""Called with loaders and their kind, "train" or "val"; returns the loaders for a trial."""
 
 
 def refuse_to_try(trainer: Trainer, what: str, instead: str) -> None:
-    """Refuse where a fit cannot be tried in this process.
+    """Refuse where a trial fit cannot run in this process.
 
     Args:
-        trainer: The real one.
+        trainer: The user's Trainer.
         what: The method that was called, for the message.
-        instead: What to do in one of several processes.
+        instead: What to do in one of several processes, for the message.
 
     Raises:
         HastenError: This is one of several processes, or the Trainer is running.
@@ -65,21 +65,21 @@ def refuse_to_try(trainer: Trainer, what: str, instead: str) -> None:
 
 
 def trainer_on_trial(trainer: Trainer, flags: dict[str, Any], callback: Callback, folder: str) -> Any:
-    """Return a Trainer with the same techniques and precision, which writes nothing and has one callback."""
+    """Return a Trainer with the same techniques and precision that writes nothing and has one callback."""
     given = trainer.given
     all_flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | flags
     all_flags |= {"callbacks": [callback], "default_root_dir": folder}
     if trainer.device.type == "cuda":
-        all_flags["devices"] = [trainer.device.index or 0]  # that one, not the machine's first
+        all_flags["devices"] = [trainer.device.index or 0]  # the Trainer's device, not the machine's first
     if all_flags["plan"] == "auto":
         all_flags["plan"] = None
-    tried = type(trainer)(**all_flags)
-    tried.say = tried.warn = _nothing  # type: ignore[method-assign]
-    return tried
+    trial = type(trainer)(**all_flags)
+    trial.say = trial.warn = _nothing  # type: ignore[method-assign]
+    return trial
 
 
 def with_datamodule(fit: dict[str, Any], loaders: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both with a datamodule where `fit` takes it: it may stand in the place of the training loader."""
+    """Return `fit` and `loaders`, with a datamodule passed as the training loader moved to `fit["datamodule"]`."""
     first = loaders["train"]
     if fit["datamodule"] is None and hasattr(first, "train_dataloader") and hasattr(first, "prepare_data"):
         return {**fit, "datamodule": first}, dict.fromkeys(loaders)
@@ -87,20 +87,21 @@ def with_datamodule(fit: dict[str, Any], loaders: dict[str, Any]) -> tuple[dict[
 
 
 def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return what `fit` is given: a copy of the module, with its optimizer, and loaders as a trial takes them.
+    """Return the arguments for a trial `fit`: copies of the module, loss and optimizer, and changed loaders.
 
     Args:
-        trainer: The real one.
-        fit: What its `fit` is given, but for loaders.
-        loaders: "train" and "val", where they are given.
-        change: What becomes of them, and of those that hooks give.
+        trainer: The user's Trainer.
+        fit: The arguments of its `fit`, without loaders.
+        loaders: "train" and "val" loaders, or None where hooks return them.
+        change: Applied to these loaders, and to those that hooks return.
 
     Raises:
         HastenError: The module cannot be copied.
     """
     fit, model = dict(fit), fit["model"]
     model = fit["model"] = getattr(model, "_orig_mod", model)
-    held = vars(model).pop("_trainer", None) if isinstance(model, torch.nn.Module) else None
+    # A module that was trained before refers to its Trainer, which must not be copied with it.
+    attached_trainer = vars(model).pop("_trainer", None) if isinstance(model, torch.nn.Module) else None
     try:
         copied = copy.deepcopy({name: fit[name] for name in ("model", "loss", "optimizer")})
     except Exception as error:
@@ -111,17 +112,17 @@ def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], c
             "use `hasten batch` on the script",
         ) from error
     finally:
-        if held is not None:
-            vars(model)["_trainer"] = held
+        if attached_trainer is not None:
+            vars(model)["_trainer"] = attached_trainer
     fit.update(copied)
     if fit["datamodule"] is not None:
         fit["datamodule"] = copy.copy(fit["datamodule"])
     if hasattr(fit["model"], "configure_callbacks"):
-        object.__setattr__(fit["model"], "configure_callbacks", list)  # they write files, stop early
+        object.__setattr__(fit["model"], "configure_callbacks", list)  # its callbacks could write files or stop early
     for kind, hook in _HOOKS.items():
-        given = loaders[kind]
-        if given is not None:
-            fit[f"{kind}_dataloaders"] = change(given, kind)
+        own_loaders = loaders[kind]
+        if own_loaders is not None:
+            fit[f"{kind}_dataloaders"] = change(own_loaders, kind)
             continue
         for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
             if owner is not None and overridden(owner, hook, *trainer.engine.bases(what)):
@@ -130,9 +131,9 @@ def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], c
 
 
 def _changed(plain: Callable[[], Any], change: Change, kind: str) -> Any:
-    """What a hook that gives loaders gives, changed."""
+    """Return the loaders of a hook, changed."""
     return change(plain(), kind)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Say nothing: a trial's words are not the training's."""
+    """Print nothing: a stand-in for a trial Trainer's messages."""

@@ -1,4 +1,4 @@
-"""LRFinder: the loss at rising learning rates, on a copy; a bracket to begin with, and no decision."""
+"""LRFinder: measure the loss at rising learning rates, on a copy, and return a bracket for the rate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hasten.trainer.finders.resizing import SavedGenerators, plain
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-_SMOOTH = 0.9  # of the average that stays at each step, as in Smith's and Gugger's finders
-_DIVERGED = 4.0  # times the lowest smoothed loss, above it
-_LOOK = 5  # steps between two reads of the loss from the device
-_LEAST = 10  # steps that say something
-_BEGUN = 0.1  # of the whole fall of the loss
-_FALL = 1e-3  # of the loss: less is rounding
+_SMOOTH = 0.9  # share of the average that is kept at each step, as in Smith's and Gugger's finders
+_DIVERGED = 4.0  # a loss this many times the lowest smoothed loss has diverged
+_LOOK = 5  # steps between two reads of the losses from the device
+_LEAST = 10  # the least steps for a result
+_BEGUN = 0.1  # share of the loss's total fall at which it has begun to fall
+_FALL = 1e-3  # share of the loss; a smaller fall is noise of rounding
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class LearningRates:
     """The loss at rising learning rates.
 
     Attributes:
-        rates: Of the first parameter group, one a step; others in proportion.
-        losses: Training loss of each step, as it was.
-        smoothed: Its moving average, without the pull of its start.
-        low: Rate at which the smoothed loss had fallen by a tenth of its whole fall; None: it never fell.
+        rates: Learning rate of the first parameter group at each step; the other groups' are in proportion.
+        losses: Training loss of each step, not smoothed.
+        smoothed: Its moving average, corrected for the start at 0.
+        low: Rate at which the smoothed loss had fallen by a tenth of its total fall; None: it never fell.
         high: Rate at which the smoothed loss was lowest; None: it never fell.
     """
 
@@ -63,7 +63,7 @@ class LearningRates:
         """Draw the curve as an HTML page that opens offline.
 
         Raises:
-            HastenError: It cannot be written, or something else lies there.
+            HastenError: The page cannot be written, or the file holds something else.
         """
         from hasten.report import rates_page
 
@@ -71,13 +71,14 @@ class LearningRates:
 
 
 class LRFinder(Callback):
-    """Find between which learning rates a training learns, by a ramp of the rate on a copy of the module.
+    """Find the range of learning rates in which a training learns, by raising the rate on a copy of the module.
 
-    The rate rises by the same factor at each optimizer step (Smith 2015), whatever schedules say, until the smoothed
-    loss is four times its lowest or `steps` are over. Flags, techniques and precision are the Trainer's. Module,
-    optimizer, loaders and random states are afterwards as they were, to the bit. What comes out is a bracket: a rate
-    that is right for a hundred steps need not be so for a whole training. `hasten tune --allow trajectory --target`
-    asks whole runs.
+    The rate rises by the same factor at each optimizer step (Smith 2015), whatever schedulers set, until `steps` are
+    done or the smoothed loss has diverged: it has risen from its lowest value by three times that value, or three times
+    its fall to there if that is larger. Flags, techniques and precision are the Trainer's. Module, optimizer, loaders
+    and random states are restored afterwards, to the bit. The result is a bracket, not a rate: a rate that is right for
+    a hundred steps need not be right for a whole training. `hasten tune --allow trajectory --target` tries rates in
+    whole runs.
 
     Args:
         min_lr: The first rate.
@@ -85,7 +86,7 @@ class LRFinder(Callback):
         steps: Optimizer steps of the ramp.
 
     Raises:
-        HastenError: An argument out of its range.
+        HastenError: An argument is out of its range.
 
     Example:
         >>> trainer = hasten.Trainer(max_epochs=10)
@@ -103,7 +104,7 @@ class LRFinder(Callback):
             raise HastenError(f"LRFinder(steps={steps})", f"{_LEAST} or more say something; 100 are usual")
         self.min_lr, self.max_lr, self.steps = min_lr, max_lr, steps
         self._ramps = False
-        self._given: list[list[float]] = []
+        self._configured: list[list[float]] = []  # learning rates of the optimizers' groups
         self._losses: list[torch.Tensor] = []
         self._rates: list[float] = []
 
@@ -117,47 +118,47 @@ class LRFinder(Callback):
         loss: Any = None,
         optimizer: Any = None,
     ) -> LearningRates:
-        """Ramp the rate up on a copy of the module.
+        """Raise the rate on a copy of the module, and return the losses.
 
         Args:
-            trainer: Whose flags, techniques and precision are used; its callbacks and loggers take no part.
+            trainer: The Trainer whose flags, techniques and precision are used; its callbacks and loggers are not.
             model: As for `Trainer.fit`; so are the loaders, `datamodule`, `loss` and `optimizer`.
 
         Returns:
             The curve and the bracket.
 
         Raises:
-            HastenError: The module cannot be copied, steps its optimizers itself, or a loader can be read only once; or
-                this is one of several processes, or within `fit`.
+            HastenError: The module cannot be copied or steps its optimizers itself, or a loader can be read only once;
+                or this is one of several processes, or within `fit`.
         """
         refuse_to_try(trainer, "LRFinder.find", "call it in a process of its own, before ranks are started")
         fit, loaders = with_datamodule(
             {"model": model, "datamodule": datamodule, "loss": loss, "optimizer": optimizer},
             {"train": train_dataloaders, "val": None},
         )
-        kept = _Copying()
+        copier = _Copying()
         flags = TRIED | {"limit_val_batches": 0, "limit_train_batches": None, "max_epochs": -1, "max_steps": self.steps}
-        before = rng.state()
+        random_state = rng.state()
         self._losses, self._rates, self._ramps = [], [], True
         try:
             with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
-                tried = copied_fit(trainer, fit, loaders, kept.loaders)
-                if loss is None and not getattr(tried["model"], "automatic_optimization", True):
+                arguments = copied_fit(trainer, fit, loaders, copier.loaders)
+                if loss is None and not getattr(arguments["model"], "automatic_optimization", True):
                     raise misconfigured(
                         "LRFinder sets the rate of automatic optimization, and this module steps by itself",
                         "try rates by whole runs",
                     )
-                trainer_on_trial(trainer, flags, self, folder).fit(**tried)
+                trainer_on_trial(trainer, flags, self, folder).fit(**arguments)
         finally:
             self._ramps = False
-            kept.restore()
-            rng.restore(before)
+            copier.restore()
+            rng.restore(random_state)
         return self._found()
 
-    # -- within the fit on trial --------------------------------------------------------------------------
+    # -- within the trial fit -----------------------------------------------------------------------------
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Refuse to be a callback of a real fit, whose rates it would spoil."""
+        """Refuse to be a callback of a real fit: it would set the learning rates of that training."""
         if not self._ramps:
             raise misconfigured(
                 "LRFinder among a Trainer's callbacks would train the module with its ramp of rates",
@@ -165,21 +166,23 @@ class LRFinder(Callback):
             )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Note what the groups' rates are, for their proportions."""
-        self._given = [[float(group["lr"]) for group in one.param_groups] for one in trainer.optimizers]
+        """Note the groups' configured rates, to keep their proportions."""
+        self._configured = [
+            [float(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers
+        ]
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the step's rate, over what a schedule has set."""
+        """Set the step's rate, overriding the scheduler's."""
         rate = self.min_lr * (self.max_lr / self.min_lr) ** (trainer.global_step / (self.steps - 1))
-        first = next((one for rates in self._given for one in rates if one), 1.0)
-        for optimizer, rates in zip(trainer.optimizers, self._given, strict=True):
-            for group, given in zip(optimizer.param_groups, rates, strict=True):
-                new = rate * (given / first if given else 1.0)
+        first = next((lr for rates in self._configured for lr in rates if lr), 1.0)
+        for optimizer, rates in zip(trainer.optimizers, self._configured, strict=True):
+            for group, configured in zip(optimizer.param_groups, rates, strict=True):
+                new = rate * (configured / first if configured else 1.0)
                 group["lr"] = torch.full_like(group["lr"], new) if isinstance(group["lr"], torch.Tensor) else new
         self._rate = rate
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the loss, on its device; now and then look whether it has diverged."""
+        """Keep the loss on its device; every few steps, read the losses and stop if they have diverged."""
         if not isinstance(outputs, dict) or "loss" not in outputs:
             return
         self._losses.append(outputs["loss"].detach().float())
@@ -189,9 +192,10 @@ class LRFinder(Callback):
             trainer.should_stop = not math.isfinite(smoothed[-1]) or _has_diverged(smoothed)
 
     def _found(self) -> LearningRates:
+        """Return the curve and bracket of the finite losses; raises if there are too few."""
         losses = [] if not self._losses else torch.stack(self._losses).tolist()
         self._losses = []
-        finite = next((place for place, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+        finite = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         rates, losses = self._rates[:finite], losses[:finite]
         if len(losses) < _LEAST:
             raise HastenError(
@@ -204,7 +208,7 @@ class LRFinder(Callback):
 
 
 class _Copying(SavedGenerators):
-    """Hands copies of loaders to a trial."""
+    """Gives copies of loaders to a trial fit."""
 
     def loaders(self, loaders: Any, kind: str) -> Any:
         """Return copies of loaders.
@@ -219,30 +223,31 @@ class _Copying(SavedGenerators):
         return mapped(loaders, DataLoader, self._one)
 
     def _one(self, loader: Any) -> Any:
+        """Return a copy of a loader, after saving its generators' states."""
         self.note(loader)
         return plain(loader) if isinstance(loader, OwnLoader) else changed(loader)
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the exponential moving average, divided by what its start at 0 takes from it."""
-    average, found = 0.0, []
+    """Return the exponential moving average, corrected for its start at 0."""
+    average, smoothed = 0.0, []
     for count, loss in enumerate(losses, 1):
         average = _SMOOTH * average + (1 - _SMOOTH) * loss
-        found.append(average / (1 - _SMOOTH**count))
-    return found
+        smoothed.append(average / (1 - _SMOOTH**count))
+    return smoothed
 
 
 def _has_diverged(smoothed: Sequence[float]) -> bool:
-    """Whether the loss has left its lowest by several times what it had fallen to there."""
+    """Return whether the loss has risen from its lowest by three times that value or its fall, the larger of both."""
     lowest = min(smoothed)
     return smoothed[-1] - lowest > (_DIVERGED - 1) * max(abs(lowest), smoothed[0] - lowest)
 
 
 def _bracket(rates: Sequence[float], smoothed: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the rate at which the loss had begun to fall, and that at which it was lowest."""
+    """Return the rate at which the loss had begun to fall, and the rate at which it was lowest."""
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     fall = smoothed[0] - smoothed[lowest]
     if fall <= _FALL * abs(smoothed[0]):
         return None, None
-    begun = next(place for place, loss in enumerate(smoothed) if loss <= smoothed[0] - _BEGUN * fall)
-    return rates[begun], rates[lowest]
+    start = next(index for index, loss in enumerate(smoothed) if loss <= smoothed[0] - _BEGUN * fall)
+    return rates[start], rates[lowest]

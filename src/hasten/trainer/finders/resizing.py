@@ -1,4 +1,4 @@
-"""Loaders with another batch size, and the longest samples first."""
+"""Copies of loaders with another batch size and the longest samples first."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class SavedGenerators:
         self._generators: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
 
     def note(self, loader: Any) -> None:
-        """Note a loader's, once."""
+        """Save the states of a loader's generators, once."""
         if id(loader) not in self._generators:
-            found = rng.find(loader)
-            self._generators[id(loader)] = loader, found, rng.states_of(found)
+            generators = rng.find(loader)
+            self._generators[id(loader)] = loader, generators, rng.states_of(generators)
 
     def restore(self) -> None:
-        """Put back what was noted."""
-        for _, found, states in self._generators.values():
-            rng.set_states(found, states)
+        """Restore the saved states."""
+        for _, generators, states in self._generators.values():
+            rng.set_states(generators, states)
 
 
 class Resizing(SavedGenerators):
-    """Gives loaders another batch size, where they have the training's.
+    """Gives another batch size to the loaders that have the training loader's.
 
     Attributes:
         own: The training loader's batch size; 0: not seen yet.
-        samples: In its dataset; 0 where nobody knows.
+        samples: Samples in its dataset; 0 if unknown.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,11 @@ class Resizing(SavedGenerators):
         self.own = self.samples = 0
 
     def loaders(self, loaders: Any, size: int, kind: str) -> Any:
-        """Return loaders with another batch size where they have the training's, and the longest samples first."""
+        """Return copies of loaders, with batch size `size` where they have the training's; longest samples first."""
         return mapped(loaders, DataLoader, lambda loader: self._one(loader, size, kind))
 
     def _one(self, loader: Any, size: int, kind: str) -> Any:
+        """Return a copy of one loader with another batch size."""
         self.note(loader)
         if isinstance(loader, OwnLoader):
             loader = plain(loader)
@@ -68,13 +69,17 @@ class Resizing(SavedGenerators):
             )
         size = size or own
         batches: Any = BatchSampler(loader.sampler, size, loader.drop_last)
+        # The longest samples first: if they fit into memory, every later batch fits.
         if first := longest(loader.dataset, size):
             batches = LongestFirst(batches, first)
         return changed(loader, batch_size=size, batch_sampler=batches)
 
 
 def plain(loader: OwnLoader) -> DataLoader[Any]:
-    """Return torch's loader of the same dataset: hasten's own has its batch size in what orders samples."""
+    """Return torch's loader for the same dataset.
+
+    hasten's own loader passes its batch size to the sampler that orders the samples, so it cannot simply be changed.
+    """
     shuffles = isinstance(loader.sampler, RandomSampler)
     return DataLoader(
         loader.dataset,

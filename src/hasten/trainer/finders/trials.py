@@ -1,4 +1,4 @@
-"""`Trainer.find_batch_size`: attempts in this process, on copies, for the search of `hasten batch`."""
+"""`Trainer.find_batch_size`: trial fits in this process, on copies, for the search of `hasten batch`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def find(trainer: Trainer, fit: dict[str, Any], train: Any, val: Any, memory: int | None, timeout: float) -> BatchSizes:
-    """Find the largest safe batch; see `Trainer.find_batch_size`."""
-    each = "call it in a process of its own; each rank then takes a batch of that size"
-    refuse_to_try(trainer, "find_batch_size", each)
+    """Find the largest safe batch size; see `Trainer.find_batch_size`."""
+    instead = "call it in a process of its own; each rank then takes a batch of that size"
+    refuse_to_try(trainer, "find_batch_size", instead)
     trials = _Trials(trainer, fit, {"train": train, "val": val}, memory, timeout)
     count = len(choose_devices(trainer.config.accelerator, trainer.config.devices))
     if count > 1:
@@ -46,14 +46,14 @@ def find(trainer: Trainer, fit: dict[str, Any], train: Any, val: Any, memory: in
 
 
 class _Trials:
-    """Makes attempts of a fit, on copies; what `hasten.batch.search` asks of it is there.
+    """Tries batch sizes by fits of copies: the `Trials` that `hasten.batch.search` asks.
 
     Args:
-        trainer: Whose flags, techniques and precision are tried. Callbacks and loggers take no part.
-        fit: What `fit` is given, but for loaders.
-        loaders: "train" and "val", where they are given.
-        memory: Bytes; None: what is free.
-        timeout: Seconds of an attempt.
+        trainer: The Trainer whose flags, techniques and precision are tried. Its callbacks and loggers are not used.
+        fit: The arguments of `fit`, without loaders.
+        loaders: "train" and "val" loaders, or None where hooks return them.
+        memory: Limit in bytes; None: the free memory.
+        timeout: Seconds per attempt.
     """
 
     leans = False
@@ -71,13 +71,14 @@ class _Trials:
         self.limit = memory or self._free()
 
     def _free(self) -> int:
+        """Return the bytes that a fit may use: the free memory, and what this process holds already."""
         if self.on_gpu:
             free, _ = torch.cuda.mem_get_info(self._device)
             return free + torch.cuda.memory_reserved(self._device)
         return free_bytes() + memory_figure("VmRSS")
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
-        """Return the training loader's batch size, and samples in its dataset (0: nobody knows)."""
+        """Return the training loader's batch size, and the samples in its dataset (0: unknown)."""
         if not self.resizing.own:
             raise HastenError(
                 "the training loader is no DataLoader, so its batch size cannot be changed",
@@ -86,15 +87,16 @@ class _Trials:
         return self.resizing.own, self.resizing.samples
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
-        """Fit a copy for some steps, and validate, three times over.
+        """Fit a copy for a few steps, and validate, for three passes.
 
         Args:
-            size: Samples in a batch; 0: as the training loader has it.
-            former: The loader's own.
-            lean: Without a process of its own nothing can be told to the C library: the attempt that was made stands.
+            size: Samples in a batch; 0: the training loader's own size.
+            former: The loader's own size.
+            lean: Try again with an allocator that returns memory sooner. That needs a separate process: here, the
+                earlier attempt of this size is returned.
         """
         if lean:
-            return next(one for one in self.done if one.size == size)
+            return next(attempt for attempt in self.done if attempt.size == size)
         attempt = self._attempt(size)
         if not self.done and attempt.outcome == "out of memory":
             raise HastenError(
@@ -107,6 +109,7 @@ class _Trials:
     # -- an attempt ------------------------------------------------------------------------------------
 
     def _attempt(self, size: int) -> Attempt:
+        """Fit a copy, and return its peak memory, time and outcome."""
         reason = ""
         self._give_back()
         guard = Guard(os.getpid(), None)
@@ -119,7 +122,7 @@ class _Trials:
                 trainer = self._tried(clock, folder)
                 trainer.fit(**fit)
                 parts = counted([trainer.model], trainer.optimizers)
-                names = tuple(type(one).__name__ for one in trainer.optimizers)
+                names = tuple(type(optimizer).__name__ for optimizer in trainer.optimizers)
         except Exception as error:
             out = is_out_of_memory(error)
             if not out and not self.done:
@@ -129,6 +132,7 @@ class _Trials:
         else:
             outcome = "ok" if clock.seconds else "timeout"
         finally:
+            # Free the copies before memory is measured and the next attempt starts.
             fit = trainer = None  # type: ignore[assignment]
             _, workers = guard.stop()
         peak = torch.cuda.max_memory_reserved(self._device) if self.on_gpu else peak_bytes() + workers
@@ -147,7 +151,7 @@ class _Trials:
         )
 
     def _give_back(self) -> None:
-        """Have an attempt begin with the memory that a fit begins with, and count its peak from there."""
+        """Return cached memory to the system, so that the attempt starts as a fit does, and reset the peak."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.synchronize(self._device)
@@ -161,7 +165,7 @@ class _Trials:
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
-        """Let the allocator fail at the limit, on a CPU: else the kernel would end this process."""
+        """On a CPU under Linux, make the allocator fail at the limit: otherwise the kernel would kill this process."""
         if self.on_gpu or sys.platform != "linux":
             yield
             return
@@ -178,14 +182,15 @@ class _Trials:
             resource.setrlimit(resource.RLIMIT_DATA, before)
 
     def _tried(self, clock: Clock, folder: str) -> Any:
+        """Return the Trainer of an attempt."""
         flags = TRIED | {"limit_val_batches": 0 if self._trainer.given.limit_val_batches == 0 else 2}
         flags |= {"limit_train_batches": BATCHES, "max_epochs": PASSES}
         if self._trainer.given.microbatch == "auto":
-            flags["microbatch"] = None  # it would have every size fit
+            flags["microbatch"] = None  # "auto" splits batches that do not fit, so every size would fit
         return trainer_on_trial(self._trainer, flags, clock, folder)
 
     def _copied(self, size: int) -> dict[str, Any]:
-        """Return what `fit` is given: a copy of the module, with its optimizer, and loaders of another batch size."""
+        """Return the arguments for a trial `fit` with loaders of another batch size."""
 
         def resized(loaders: Any, kind: str) -> Any:
             return self.resizing.loaders(loaders, size, kind)
@@ -194,24 +199,26 @@ class _Trials:
 
 
 def _resident(model: Any, device: torch.device) -> int:
-    """Return the bytes of a module that lies on the device before its copies do: they are no part of a fit."""
+    """Return the bytes of the user's module on the device: they are subtracted from an attempt's peak."""
     if not isinstance(model, torch.nn.Module):
         return 0
-    held = {id(one): one for one in [*model.parameters(), *model.buffers()] if one.device.type == device.type}
-    return sum(one.numel() * one.element_size() for one in held.values())
+    tensors = {
+        id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()] if tensor.device.type == device.type
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 BATCHES = 8
-"""Batches of a pass."""
+"""Batches per pass."""
 PASSES = 3
-"""The first one is warm-up."""
+"""Passes per attempt; the first is warm-up."""
 
 
 class Clock(Callback):
-    """Times batches, passes apart from validations, and ends a fit that takes too long.
+    """Times batches, without validation, and ends a fit that takes too long.
 
     Attributes:
-        seconds: Of a batch, in the best pass; 0 until one was over behind the first.
+        seconds: Per batch, in the fastest pass; 0 until a pass after the first is over.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -221,13 +228,13 @@ class Clock(Callback):
         self._pass = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """The clock of a pass runs from its second batch, where there is one: the first waits for workers."""
+        """Start a pass's clock at its second batch, if it has one: the first waits for workers to start."""
         if batch_idx <= 1:
             _wait_for(trainer)
             self._began, self._first = time.perf_counter(), batch_idx
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A batch is over."""
+        """Stop the pass's clock at its last batch; stop training after the timeout."""
         self._last = batch_idx
         if time.monotonic() > self._until:
             trainer.should_stop = True
@@ -236,7 +243,7 @@ class Clock(Callback):
             self._ended = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """A pass is over; the first of them was warm-up."""
+        """Note the seconds per batch of this pass, unless it is the first, which was warm-up."""
         self._pass += 1
         if self._pass > 1 and not trainer.should_stop:
             seconds = (self._ended - self._began) / (self._last - self._first + 1)
@@ -244,5 +251,6 @@ class Clock(Callback):
 
 
 def _wait_for(trainer: Any) -> None:
+    """Wait for the device's kernels."""
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)

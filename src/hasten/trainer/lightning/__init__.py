@@ -1,8 +1,8 @@
-"""Lightning's modules, callbacks and loggers under hasten's Trainer: all that hasten knows of Lightning.
+"""The Lightning adapter: run Lightning's modules, callbacks and loggers under hasten's Trainer.
 
-Nothing of this is used unless the script has imported Lightning itself, as `lightning.pytorch` or as
-`pytorch_lightning`. Its modules and callbacks read a few names of their trainer that are no part of its public face;
-`face.Face` answers to those.
+It is used only if the script has imported Lightning itself, as `lightning.pytorch` or as `pytorch_lightning`.
+Lightning's modules and callbacks read a few attributes of their trainer that are not part of its public API;
+`face.Face` provides those, with `loops` and `parts` for the objects that they lead to.
 """
 
 from __future__ import annotations
@@ -28,65 +28,72 @@ if TYPE_CHECKING:
 
 
 def _value(text: str) -> Any:
-    """Return a Python literal's value; a text that is none, as `bf16-mixed` and `01:30:00`, is itself."""
+    """Return the value of a Python literal; a text that is none (`bf16-mixed`, `01:30:00`) as it is."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval may raise
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all exceptions of literal_eval
         return text
 
 
 class Lightning(Adapter):
-    """Answers to hasten's Trainer about Lightning 2.5 and later."""
+    """Answers hasten's Trainer's questions about Lightning 2.5 and later."""
 
     name = "Lightning"
-    log_name = "lightning.pytorch.trainer.trainer"  # one that its users have set up
+    log_name = "lightning.pytorch.trainer.trainer"  # Lightning's own logger, which its users have configured
     owners = ("LightningModule", "LightningDataModule")
     kinds_of_module = "`LightningModule` or a `hasten.Module`"
 
     def in_use(self) -> bool:
-        """Return whether this process has imported it, under one of its names."""
+        """Return whether this process has imported Lightning, under either name."""
         return bool(names.packages())
 
     @property
     def warning(self) -> type[Warning]:  # type: ignore[override]
-        """Its category for warnings about what may be meant."""
-        rooms = ("lightning.fabric.utilities.warnings", "lightning_fabric.utilities.warnings")
-        return next((sys.modules[room].PossibleUserWarning for room in rooms if room in sys.modules), UserWarning)
+        """Lightning's category for warnings about what the user may have meant."""
+        modules = ("lightning.fabric.utilities.warnings", "lightning_fabric.utilities.warnings")
+        return next(
+            (sys.modules[module].PossibleUserWarning for module in modules if module in sys.modules), UserWarning
+        )
 
     def bases(self, what: str) -> tuple[type, ...]:
-        """Return its classes whose methods are defaults, of a "module", "callback" or "datamodule"."""
-        found: list[type] = []
+        """Return Lightning's base classes of a "module", "callback" or "datamodule", whose methods are defaults."""
+        classes: list[type] = []
         for package in names.packages():
-            core = sys.modules.get(f"{package.__name__}.core.hooks")
-            data = [core.DataHooks, core.CheckpointHooks] if core else []
+            hooks = sys.modules.get(f"{package.__name__}.core.hooks")
+            data = [hooks.DataHooks, hooks.CheckpointHooks] if hooks else []
             if what == "module":
-                found += [package.LightningModule, *([core.ModelHooks] if core else []), *data]
+                classes += [package.LightningModule, *([hooks.ModelHooks] if hooks else []), *data]
             elif what == "callback":
-                found.append(package.Callback)
+                classes.append(package.Callback)
             else:
-                found += [package.LightningDataModule, *data]
-        return tuple(found)
+                classes += [package.LightningDataModule, *data]
+        return tuple(classes)
 
     def error(self, message: str, fix: str = "") -> HastenError:
-        """Return a HastenError that is its MisconfigurationException too."""
+        """Return a HastenError that is also Lightning's MisconfigurationException."""
         return names.misconfigured(message, fix)
 
     def stopped(self, kind: type[SystemExit]) -> type[SystemExit]:
-        """Return an exception that is its SIGTERMException too."""
+        """Return an exception class that is also Lightning's SIGTERMException."""
         own = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in names.packages()]
         return type("Stopped", (kind, *dict.fromkeys(own)), {})
 
     def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
-        """Return what `PL_TRAINER_MAX_EPOCHS=3` and the like say: numbers, True, None, lists; else the text itself.
+        """Return the flags set by environment variables such as `PL_TRAINER_MAX_EPOCHS=3`.
 
-        As there, the class of the Trainer is in the middle, and only flags of Lightning's Trainer are looked for.
+        Numbers, True, None and lists are parsed; other text is returned as it is. As in Lightning, the middle of the
+        variable's name is the class of the Trainer, and only flags of Lightning's Trainer are looked up.
         """
         flags = [name for name in inspect.signature(names.packages()[0].Trainer.__init__).parameters if name != "self"]
         variables = {name: f"PL_{kind.upper()}_{name.upper()}" for name in flags if name not in given}
-        return {name: (there, _value(os.environ[there])) for name, there in variables.items() if os.environ.get(there)}
+        return {
+            name: (variable, _value(os.environ[variable]))
+            for name, variable in variables.items()
+            if os.environ.get(variable)
+        }
 
     def default_logger(self, root: str) -> Any:
-        """Return TensorBoard where that is installed, else CSV files, as its own Trainer does."""
+        """Return Lightning's TensorBoard logger, or its CSV logger if TensorBoard is missing, as its Trainer does."""
         loggers = importlib.import_module(f"{names.packages()[0].__name__}.loggers")
         try:
             return loggers.TensorBoardLogger(root)
@@ -94,37 +101,41 @@ class Lightning(Adapter):
             return loggers.CSVLogger(root)
 
     def silent_logger(self) -> Any:
-        """Return its logger that logs nothing."""
+        """Return Lightning's logger that logs nothing."""
         return importlib.import_module(f"{names.packages()[0].__name__}.loggers.logger").DummyLogger()
 
     def profilers(self) -> tuple[dict[str, Any], Any]:
-        """Return its profilers by their names, and the one that does nothing."""
-        room = importlib.import_module(f"{names.packages()[0].__name__}.profilers")
-        named = {"simple": room.SimpleProfiler, "advanced": room.AdvancedProfiler, "pytorch": room.PyTorchProfiler}
-        return named, room.PassThroughProfiler
+        """Return Lightning's profilers by name, and the one that does nothing."""
+        profilers = importlib.import_module(f"{names.packages()[0].__name__}.profilers")
+        by_name = {
+            "simple": profilers.SimpleProfiler,
+            "advanced": profilers.AdvancedProfiler,
+            "pytorch": profilers.PyTorchProfiler,
+        }
+        return by_name, profilers.PassThroughProfiler
 
     def default_progress(self) -> Any:
-        """Return hasten's progress, with the attributes that people read of Lightning's."""
+        """Return hasten's progress display, with the attributes that users read from Lightning's."""
         return BarProgress()
 
     def default_summary(self, bars: list[Any]) -> Any:
-        """Return its summary of a model; the one made with rich beside its progress bar made with rich."""
+        """Return Lightning's model summary; the rich one if one of the progress bars is Lightning's rich one."""
         packages = names.packages()
         rich = any(isinstance(bar, package.callbacks.RichProgressBar) for bar in bars for package in packages)
         return packages[0].callbacks.RichModelSummary() if rich else packages[0].callbacks.ModelSummary()
 
     def strategy(self, strategy: Any) -> tuple[str, dict[str, Any]] | None:
-        """Return what one of its strategy objects comes to here."""
+        """Return the kind and options for one of Lightning's strategy objects."""
         return strategies.strategy(strategy)
 
     def guest(self, trainer: Trainer) -> Guest:
-        """Return the face that modules, callbacks and datamodules of Lightning read; nothing where there are none."""
+        """Return the face for Lightning's modules, callbacks and datamodules; an empty Guest if there are none."""
         if not any(map(names.is_lightning, (trainer.model, trainer.datamodule, *trainer.callbacks))):
             return Guest()
         return Face(trainer)
 
     def attribute(self, trainer: Trainer, name: str) -> Any:
-        """Return what its classes read of their trainer beside its public face."""
+        """Return an attribute that Lightning's classes read from their trainer besides its public ones."""
         guest = trainer.engine.guest
         face = guest if isinstance(guest, Face) else trainer.__dict__.setdefault("_face", Face(trainer))
         if not hasattr(type(face), name) and name not in face.__dict__:
@@ -132,11 +143,11 @@ class Lightning(Adapter):
         return getattr(face, name)
 
     def wrote(self, state: dict[str, Any]) -> bool:
-        """Return whether its Trainer wrote a checkpoint."""
+        """Return whether Lightning's Trainer wrote this checkpoint."""
         return "pytorch-lightning_version" in state
 
     def epochs_done(self, state: dict[str, Any], progress: Progress) -> int:
-        """Return the epochs that are done; the x-axis of the loggers goes on too."""
+        """Return the epochs done in a checkpoint of Lightning's; restore the counters that loggers use as x-axis."""
         fit = (state.get("loops") or {}).get("fit_loop", {})
         progress.logged_steps = fit.get("epoch_loop.state_dict", {}).get("_batches_that_stepped", 0)
         progress.total_batches = fit.get("epoch_loop.batch_progress", {}).get("total", {}).get("ready", 0)

@@ -1,4 +1,4 @@
-"""hasten's progress with the names that people read of Lightning's progress bars."""
+"""hasten's progress display with the attributes that users read from Lightning's progress bars."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hasten.trainer.callbacks.progress import Progress
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar as far as it is read: how long it is and how far it has come; `total` is None where nobody knows."""
+    """The attributes of a bar that are read: batches done, and their total (None if unknown)."""
 
     n: int
     total: float | None
 
 
 class BarProgress(Progress):
-    """Show progress as hasten does, and answer what is asked of Lightning's `ProgressBar`."""
+    """hasten's progress display, with the attributes of Lightning's `ProgressBar`."""
 
     _trainer: Any = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Remember whose progress it is."""
+        """Keep the trainer for the attributes below."""
         self._trainer = trainer
         super().setup(trainer, module, stage)
 
@@ -37,16 +37,16 @@ class BarProgress(Progress):
 
     @property
     def total_train_batches(self) -> float:
-        """Batches of an epoch, up to what `max_steps` leaves of it."""
+        """Batches of an epoch, or up to the step at which `max_steps` ends it."""
         trainer = self._trainer
         batches: float = trainer.num_training_batches
-        if trainer.max_epochs in (-1, None) and trainer.max_steps != -1:  # the end of training comes first, if known
+        if trainer.max_epochs in (-1, None) and trainer.max_steps != -1:  # only max_steps ends training
             return float(min(batches, trainer.max_steps * trainer.accumulate_grad_batches))
         return batches
 
     @property
     def total_val_batches_current_epoch(self) -> float:
-        """Batches of a validation of this epoch."""
+        """Batches of one validation in this epoch."""
         trainer = self._trainer
         if trainer.sanity_checking:
             return float(sum(trainer.num_sanity_val_batches))
@@ -54,15 +54,15 @@ class BarProgress(Progress):
 
     @property
     def total_val_batches(self) -> float:
-        """Batches of all validations of this epoch."""
+        """Batches of all validations in this epoch."""
         trainer = self._trainer
         if not trainer.validates_this_epoch:
             return 0
-        often = 1
+        validations = 1
         every, batches = trainer.engine.val_check_batch, trainer.num_training_batches
         if trainer.check_val_every_n_epoch is not None and not math.isinf(every) and not math.isinf(batches):
-            often = int(batches // every)
-        return float(often * sum(trainer.num_val_batches))
+            validations = int(batches // every)
+        return float(validations * sum(trainer.num_val_batches))
 
     @property
     def total_test_batches_current_dataloader(self) -> float:
@@ -71,13 +71,14 @@ class BarProgress(Progress):
 
     @property
     def train_progress_bar(self) -> Bar:
-        """How far training is within its epoch."""
+        """Progress of training within its epoch."""
         return self._bar(self._trainer.progress.batch_idx, self.total_train_batches)
 
     @property
     def val_progress_bar(self) -> Bar:
-        """How far validation is."""
+        """Progress of validation."""
         return self._bar(self._trainer.progress.evaluated_batches, self.total_val_batches_current_epoch)
 
     def _bar(self, done: int, total: float) -> Bar:
+        """Return a bar; an infinite total becomes None."""
         return Bar(done, None if math.isinf(total) else total)

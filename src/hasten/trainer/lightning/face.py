@@ -1,4 +1,4 @@
-"""The face: what Lightning's modules, callbacks and loggers read of a trainer beside its public face."""
+"""Face: the attributes that Lightning's modules, callbacks and loggers read from a trainer besides its public ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Face(Guest):
-    """Attributes that Lightning's classes read of a trainer beside its public face."""
+    """Attributes that Lightning's classes read from a trainer besides its public ones (`strategy`, `fit_loop`, ...).
+
+    The Trainer looks an unknown attribute up here. The objects are stand-ins that read the Trainer's own state.
+    """
 
     moves_batches = True
     loads_callbacks = True
@@ -59,6 +62,7 @@ class Face(Guest):
 
     @property
     def _active_loop(self) -> Any:
+        """The stand-in for the loop that runs now."""
         loops = {"train": self.fit_loop, "sanity_check": self.fit_loop, "test": self.test_loop}
         if self._trainer.validating:
             return self.fit_loop if self._trainer.stage.fn == "fit" else self.validate_loop
@@ -66,6 +70,7 @@ class Face(Guest):
 
     @property
     def _evaluation_loop(self) -> Any:
+        """The stand-in for the evaluation loop that runs now."""
         return self.fit_loop.epoch_loop.val_loop if self._trainer.stage.fn == "fit" else self._active_loop
 
     @property
@@ -74,41 +79,42 @@ class Face(Guest):
         return self.fit_loop.epoch_loop.batch_progress.is_last_batch
 
     def is_leaving(self, error: BaseException) -> bool:
-        """Whether an exception is the tuner's way to end a run that was only for itself."""
-        rooms = [sys.modules[f"{package.__name__}.utilities.exceptions"] for package in packages()]
-        return isinstance(error, tuple(room._TunerExitException for room in rooms))
+        """Return whether an exception is how Lightning's tuner ends a run that was only for tuning."""
+        modules = [sys.modules[f"{package.__name__}.utilities.exceptions"] for package in packages()]
+        return isinstance(error, tuple(module._TunerExitException for module in modules))
 
-    def _of_package(self, room: str, name: str) -> Any:
-        """A class of the Lightning that the module comes from."""
+    def _of_package(self, module: str, name: str) -> Any:
+        """Return a class from the Lightning package that the module's class comes from."""
         package = next(
-            (one for one in packages() if isinstance(self._trainer.model, one.LightningModule)), packages()[0]
+            (package for package in packages() if isinstance(self._trainer.model, package.LightningModule)),
+            packages()[0],
         )
-        return getattr(sys.modules[f"{package.__name__}.{room}"], name)
+        return getattr(sys.modules[f"{package.__name__}.{module}"], name)
 
     def scheduler_configs(self, configs: list[Any]) -> list[Any]:
-        """The schedulers as people who use Lightning know them."""
+        """Return the schedulers as Lightning's `LRSchedulerConfig` objects."""
         kind = self._of_package("utilities.types", "LRSchedulerConfig")
         return [kind(**vars(config)) for config in configs]
 
     def optimizers(self, counted: list[Any]) -> list[Any]:
-        """Return the optimizers as LightningModules get them."""
+        """Return the optimizers wrapped as LightningModules get them."""
         wrapper = self._of_package("core.optimizer", "LightningOptimizer")
         self.strategy.before_step = self._trainer.engine.hooks.of("on_before_optimizer_step")
-        wrapped = [wrapper(one.optimizer) for one in counted]
+        wrapped = [wrapper(entry.optimizer) for entry in counted]
         for optimizer in wrapped:
             optimizer._strategy = self.strategy
         return wrapped
 
     def before_profiling(self) -> None:
-        """Lightning's profilers ask the module how much there is to do."""
+        """Give Lightning's profiler the module, from which it reads how much there is to do."""
         if is_lightning(self._trainer.profiler):
             self._trainer.profiler._lightning_module = weakref.proxy(self._trainer.model)
 
     def before_setup(self) -> None:
-        """Provide what Lightning's classes take for granted before the first hook.
+        """Prepare what Lightning's classes expect before the first hook.
 
-        A LightningModule knows its device before it is moved there and forgets which torchmetrics it had, checkpoint
-        callbacks and loggers find files at once, and callbacks may say `self.log`.
+        A LightningModule has its `device` before it is moved there, and its cache of torchmetrics is reset. Lightning's
+        checkpoint callbacks and uploading loggers find files as soon as a save returns. Callbacks may call `self.log`.
         """
         if any(map(is_lightning, self._trainer.checkpoint_callbacks)) or any(map(uploads, self._trainer.loggers)):
             self._trainer.checkpointing.write_at_once()
@@ -121,11 +127,14 @@ class Face(Guest):
                 callback.log, callback.log_dict = self._trainer.model.log, self._trainer.model.log_dict
 
     def draw_for_reload(self, leaves: list[Any]) -> None:
-        """Lightning begins a pass through reloaded loaders twice: draw what its first one draws, for equal numbers."""
+        """Draw the random numbers that Lightning draws when loaders are reloaded, so that runs are equal.
+
+        Lightning starts iterating reloaded loaders twice: this draws what its first start draws.
+        """
         for leaf in leaves:
             if isinstance(leaf, torch.utils.data.DataLoader):
                 torch.empty((), dtype=torch.int64).random_(generator=leaf.generator)
-                # With workers the sampler is drawn from at once; those that persist draw no second seed.
+                # With workers, the sampler is drawn from at once; persistent workers draw no second seed.
                 if (
                     leaf.num_workers
                     and not leaf.persistent_workers
@@ -134,10 +143,10 @@ class Face(Guest):
                     torch.empty((), dtype=torch.int64).random_(generator=leaf.sampler.generator)
 
     def saved(self, state: dict[str, Any], weights_only: bool) -> None:
-        """Add Lightning's version, the states of torchmetrics, and hyper-parameters that are configs of omegaconf."""
+        """Add Lightning's version, the states of torchmetrics, and hyperparameters that are omegaconf configs."""
         state["pytorch-lightning_version"] = self.version
-        if not weights_only and (kept := self._metric_states()):
-            state["torchmetrics"] = kept
+        if not weights_only and (states := self._metric_states()):
+            state["torchmetrics"] = states
         omegaconf: Any = sys.modules.get("omegaconf")
         owners = (("", self._trainer.model), ("datamodule_", self._trainer.datamodule))
         for prefix, owner in owners if omegaconf is not None else ():
@@ -155,10 +164,10 @@ class Face(Guest):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put the states of torchmetrics back."""
+        """Restore the states of torchmetrics."""
         modules = dict(self._trainer.model.named_modules())
-        for name, kept in (state.get("torchmetrics") or {}).items():
+        for name, states in (state.get("torchmetrics") or {}).items():
             if name in modules:
-                for part, value in kept.items():
-                    setattr(modules[name], part, value)
+                for attribute, value in states.items():
+                    setattr(modules[name], attribute, value)
                 modules[name]._update_count = 1

@@ -1,4 +1,4 @@
-"""Lets Lightning read hasten's checkpoints."""
+"""Let Lightning read hasten's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hasten.trainer.checkpoint.files import is_hasten, read
 
 
 def _with_configs(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with hyper-parameters as configs of omegaconf, where they were that and it is installed."""
+    """Return a checkpoint with its omegaconf hyperparameters as configs again, if omegaconf is installed."""
     for prefix in ("", "datamodule_"):
         if saved.get(f"{prefix}hparams_type") == "omegaconf" and importlib.util.find_spec("omegaconf"):
             omegaconf = importlib.import_module("omegaconf")
@@ -26,7 +26,7 @@ def _with_configs(saved: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def teach_loading() -> None:
-    """Let `torch.load`, and so Lightning's `load_from_checkpoint`, read hasten's checkpoints in this process."""
+    """Patch `torch.load`, and so Lightning's `load_from_checkpoint`, to read hasten's checkpoints in this process."""
     load = torch.load
 
     @functools.wraps(load)

@@ -1,4 +1,4 @@
-"""The loops of the face: what Lightning's classes read of `trainer.fit_loop` and the other loops."""
+"""Stand-ins for Lightning's loops: what its classes read from `trainer.fit_loop` and the other loops."""
 
 from __future__ import annotations
 
@@ -15,30 +15,39 @@ from hasten.trainer.lightning.parts import Nothing, Part, flag, reads, sets
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-_COUNTERS = ("current_epoch", "global_step", "total_batches", "logged_steps")  # where a trial of the tuner begins
+_COUNTERS = (
+    "current_epoch",
+    "global_step",
+    "total_batches",
+    "logged_steps",
+)  # saved before and restored after the tuner's trials
 
 
 class _Count:
-    """A pair of counters as Lightning keeps many of: all are the same here."""
+    """Stand-in for a set of Lightning's counters (ready, started, ...); here all are equal."""
 
     def __init__(self, value: int) -> None:
         self.ready = self.started = self.processed = self.completed = value
 
 
 class Progress:
-    """Counters of this epoch and of all."""
+    """Counters of this epoch and of all epochs."""
 
     def __init__(self, current: int, total: int, last: bool = False) -> None:
         self.current, self.total, self.is_last_batch = _Count(current), _Count(total), last
 
 
 class _Loop(Part):
-    """What is read of any loop: its loaders, and what the tuner does to it. `_kind`: "train", "val", "test" or
-    "predict"; `_named`: Lightning's class of this name is the one that it is taken for."""
+    """Base class of the loops' stand-ins: their loaders, and the methods that the tuner calls.
+
+    `_kind`: "train", "val", "test" or "predict". `_named`: the name of Lightning's class for which `isinstance` takes
+    it.
+    """
 
     _kind = "train"
     _named = "_FitLoop"
 
+    # Lightning's code checks `isinstance(loop, _FitLoop)`, which asks `__class__`.
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return getattr(sys.modules[f"{packages()[0].__name__}.loops"], self._named)
@@ -64,11 +73,11 @@ class _Loop(Part):
             setattr(self._trainer.progress, name, value)
 
     def reset(self) -> None:
-        pass  # each run starts again
+        pass  # every run starts from the beginning anyway
 
 
 class FitLoop(_Loop):
-    """Stands for `trainer.fit_loop`."""
+    """Stand-in for `trainer.fit_loop`."""
 
     max_epochs = flag("max_epochs")
     min_epochs = flag("min_epochs")
@@ -114,7 +123,7 @@ class FitLoop(_Loop):
 
     @restarting.setter
     def restarting(self, restarting: bool) -> None:
-        pass  # the tuner says that its trials are none
+        pass  # the tuner sets it to False: its trials are no restarts
 
     @property
     def _can_stop_early(self) -> bool:
@@ -129,7 +138,7 @@ class FitLoop(_Loop):
 
 
 class DataSource(Part):
-    """Where loaders of a kind come from."""
+    """Stand-in for the source of a loop's loaders: the module's hook, or an argument."""
 
     def __init__(self, trainer: Trainer, kind: str) -> None:
         super().__init__(trainer)
@@ -143,7 +152,7 @@ class DataSource(Part):
 
 
 class EpochLoop(Part):
-    """Stands for `trainer.fit_loop.epoch_loop`."""
+    """Stand-in for `trainer.fit_loop.epoch_loop`."""
 
     restarting = False
     global_step = reads("global_step")
@@ -193,7 +202,7 @@ class EpochLoop(Part):
 
 
 class EvaluationLoop(_Loop):
-    """Stands for the validation, test and prediction loops."""
+    """Stand-in for the validation, test and prediction loops."""
 
     verbose = True
     restarting = False

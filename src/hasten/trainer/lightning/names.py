@@ -1,4 +1,4 @@
-"""Lightning's own classes: found in the packages that the process has imported, never imported from here."""
+"""Lightning's own classes, looked up in the packages that the process has imported. Never imports Lightning."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def packages() -> list[Any]:
-    """Lightning, under the names by which this process has imported it."""
+    """Return the Lightning packages that this process has imported."""
     return [sys.modules[name] for name in _NAMES if name in sys.modules]
 
 
 def is_lightning(thing: Any) -> bool:
-    """Whether an object is of a class that derives from one of Lightning's."""
+    """Return whether an object's class derives from one of Lightning's."""
     return any(kind.__module__.startswith(_NAMES) for kind in type(thing).__mro__)
 
 
 def _exceptions() -> tuple[type[Exception], ...]:
-    rooms = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
-    return tuple(sys.modules[room].MisconfigurationException for room in rooms if room in sys.modules)
+    """Return Lightning's MisconfigurationException classes."""
+    modules = ("lightning.fabric.utilities.exceptions", "lightning_fabric.utilities.exceptions")
+    return tuple(sys.modules[module].MisconfigurationException for module in modules if module in sys.modules)
 
 
 def misconfigured(message: str, fix: str = "") -> HastenError:
-    """A HastenError that is Lightning's MisconfigurationException too."""
+    """Return a HastenError that is also Lightning's MisconfigurationException."""
     error: HastenError = _made(_exceptions())(message, fix)
     return error
 
 
 @functools.cache
 def _made(kinds: tuple[type[Exception], ...]) -> Any:
+    """Return the class of such errors."""
     return type("MisconfigurationError", (HastenError, *kinds), {})
 
 
 def uploads(logger: Any) -> bool:
-    """Whether a logger of Lightning takes each checkpoint away as soon as it is there."""
+    """Return whether one of Lightning's loggers uploads each checkpoint as soon as it is saved."""
     return bool(getattr(logger, "_log_model", False) or getattr(logger, "_log_model_checkpoints", False))

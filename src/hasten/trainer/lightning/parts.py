@@ -1,4 +1,4 @@
-"""Parts of the face but for the loops: what Lightning's classes read of strategy, precision and connectors."""
+"""Stand-ins for the strategy, precision plugin, accelerator and connectors, which Lightning's classes read."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 def reads(path: str) -> Any:
-    """Return a property of a part: what a dotted path of the trainer's leads to."""
+    """Return a property that reads a dotted path of the trainer."""
     read = operator.attrgetter(path)
     return property(lambda part: read(part._trainer))
 
 
 def sets(path: str) -> Any:
-    """Return a property of a part: what a dotted path of the trainer's leads to, which may be set."""
+    """Return a property that reads and sets a dotted path of the trainer."""
     owner, _, name = path.rpartition(".")
     read, owner_of = operator.attrgetter(path), operator.attrgetter(owner)
     return property(lambda part: read(part._trainer), lambda part, value: setattr(owner_of(part._trainer), name, value))
 
 
 def flag(name: str) -> Any:
-    """Return a property of a part: a flag of the trainer's, which may be set."""
+    """Return a property that reads and sets a flag of the trainer."""
 
     def change(part: Part, value: Any) -> None:
         part._trainer.configure(**{name: value})
@@ -42,7 +42,7 @@ def flag(name: str) -> Any:
 
 
 class Part:
-    """A part of the face."""
+    """Base class of the stand-ins."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -54,7 +54,7 @@ class Part:
 
 
 class Nothing:
-    """A part that hasten has no use for: whatever is called on it does nothing."""
+    """Stand-in for an object that hasten has no use for: calling any of its methods does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,12 +63,12 @@ class Nothing:
 
 
 class Strategy(Part):
-    """Stands for `trainer.strategy` where Lightning's classes read it."""
+    """Stand-in for `trainer.strategy`, as far as Lightning's classes read it."""
 
     launcher = None
     checkpoint_io = None
     handles_gradient_accumulation = False
-    before_step: list[Any] = []  # noqa: RUF012  # hooks; set again with the optimizers
+    before_step: list[Any] = []  # noqa: RUF012  # hooks; `Face.optimizers` sets them
     root_device = reads("device")
     is_global_zero = reads("is_global_zero")
     world_size = reads("world_size")
@@ -133,7 +133,7 @@ class Strategy(Part):
 
 
 class Precision(Part):
-    """Stands for `trainer.precision_plugin`; see `precision_of`."""
+    """Stand-in for `trainer.precision_plugin`; see `precision_of`."""
 
     precision = reads("engine.precision.name")
 
@@ -148,12 +148,13 @@ class Precision(Part):
 
 
 def precision_of(trainer: Trainer) -> Precision:
-    """An object of Lightning's class for the trainer's precision, by which others tell it."""
+    """Return a stand-in that is an instance of Lightning's class for the trainer's precision, which code checks."""
     return _precision_kind(packages()[0].__name__, trainer.engine.precision.name)(trainer)
 
 
 @functools.cache
 def _precision_kind(package: str, precision: str) -> type[Precision]:
+    """Return the stand-in's class, derived from Lightning's."""
     names = {"64-true": "DoublePrecision", "bf16-true": "HalfPrecision", "16-true": "HalfPrecision"}
     name = "MixedPrecision" if precision.endswith("-mixed") else names.get(precision, "Precision")
     kind = getattr(importlib.import_module(f"{package}.plugins.precision"), name)
@@ -161,7 +162,7 @@ def _precision_kind(package: str, precision: str) -> type[Precision]:
 
 
 class Accelerator(Part):
-    """Stands for `trainer.accelerator`."""
+    """Stand-in for `trainer.accelerator`."""
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         if torch.device(device).type == "cuda":
@@ -176,7 +177,7 @@ class Accelerator(Part):
 
 
 class LoggerConnector(Part):
-    """Stands for Lightning's logger connector, which collects logged values."""
+    """Stand-in for Lightning's logger connector, which collects logged values."""
 
     _current_fx: str | None = None
     _first_loop_iter: bool | None = None
@@ -195,7 +196,7 @@ class LoggerConnector(Part):
 
 
 class AcceleratorConnector(Part):
-    """Stands for Lightning's accelerator connector, which chose the devices."""
+    """Stand-in for Lightning's accelerator connector, which chose the devices."""
 
     use_distributed_sampler = reads("config.use_distributed_sampler")
 
@@ -205,7 +206,7 @@ class AcceleratorConnector(Part):
 
 
 class CheckpointConnector(Part):
-    """Stands for Lightning's checkpoint connector, which saves."""
+    """Stand-in for Lightning's checkpoint connector, which saves."""
 
     def restore(self, path: Any, weights_only: bool | None = None) -> None:
         tuning.restore(self._trainer, path)

@@ -1,4 +1,4 @@
-"""Translates Lightning's strategy objects to hasten's."""
+"""Translate Lightning's strategy objects to hasten's strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DDP = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bu
 
 
 def strategy(given: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return a strategy's kind ("auto", "ddp", "fsdp") and options; None for one that hasten has not.
+    """Return a strategy's kind ("auto", "ddp", "fsdp") and options; None if hasten has no such strategy.
 
     Raises:
         HastenError: An option has no counterpart here, and leaving it out would change the training.
@@ -25,27 +25,29 @@ def strategy(given: Any) -> tuple[str, dict[str, Any]] | None:
     return ("fsdp", _of_fsdp(given)) if kind == "FSDPStrategy" else None
 
 
-def _of_ddp(given: Any) -> dict[str, Any]:
-    options = dict(getattr(given, "_ddp_kwargs", {}))
+def _of_ddp(lightning_strategy: Any) -> dict[str, Any]:
+    """Return the options of a DDPStrategy."""
+    options = dict(getattr(lightning_strategy, "_ddp_kwargs", {}))
     if unknown := [name for name in options if name not in _DDP]:
         raise _without("DDPStrategy", unknown[0])
     for attribute, name in (("_ddp_comm_wrapper", "ddp_comm_wrapper"), ("_model_averaging_period",) * 2):
-        if getattr(given, attribute, None) is not None:
+        if getattr(lightning_strategy, attribute, None) is not None:
             raise _without("DDPStrategy", name.strip("_"))
     for name in ("ddp_comm_hook", "ddp_comm_state"):
-        if (value := getattr(given, f"_{name}", None)) is not None:
+        if (value := getattr(lightning_strategy, f"_{name}", None)) is not None:
             options[name] = value
-    return {**options, "start": _STARTS[getattr(given, "_start_method", "popen")]}
+    return {**options, "start": _STARTS[getattr(lightning_strategy, "_start_method", "popen")]}
 
 
-def _of_fsdp(given: Any) -> dict[str, Any]:
-    kwargs = dict(given.kwargs)
-    sharding = getattr(given.sharding_strategy, "name", given.sharding_strategy)
+def _of_fsdp(lightning_strategy: Any) -> dict[str, Any]:
+    """Return the options of an FSDPStrategy."""
+    kwargs = dict(lightning_strategy.kwargs)
+    sharding = getattr(lightning_strategy.sharding_strategy, "name", lightning_strategy.sharding_strategy)
     if sharding not in ("FULL_SHARD", "SHARD_GRAD_OP"):
         raise _without("FSDPStrategy", f"sharding_strategy={sharding!r}")
-    if getattr(given.cpu_offload, "offload_params", False):
+    if getattr(lightning_strategy.cpu_offload, "offload_params", False):
         raise _without("FSDPStrategy", "cpu_offload")
-    if given._activation_checkpointing_kwargs:
+    if lightning_strategy._activation_checkpointing_kwargs:
         raise _without(
             "FSDPStrategy", "activation_checkpointing_policy", 'say Trainer(activation_checkpointing="Block")'
         )
@@ -54,28 +56,29 @@ def _of_fsdp(given: Any) -> dict[str, Any]:
     if policy is not None and not blocks:
         raise _without("FSDPStrategy", "auto_wrap_policy", "give a set of classes")
     for name in ("use_orig_params", "forward_prefetch", "limit_all_gathers", "sync_module_states"):
-        kwargs.pop(name, None)  # has no influence on the result, and FSDP2 decides for itself
+        kwargs.pop(name, None)  # they do not change the result, and FSDP2 decides for itself
     if kwargs:
         raise _without("FSDPStrategy", next(iter(kwargs)))
     options: dict[str, Any] = {} if sharding == "FULL_SHARD" else {"reshard_after_forward": False}
     if blocks:
         options["blocks"] = list(blocks)
-    if given.mixed_precision is not None:
-        options["mp_policy"] = _policy(given.mixed_precision)
+    if lightning_strategy.mixed_precision is not None:
+        options["mp_policy"] = _policy(lightning_strategy.mixed_precision)
     return options
 
 
-def _policy(given: Any) -> Any:
-    """FSDP2's policy for FSDP1's; buffers keep their type there."""
+def _policy(mixed_precision: Any) -> Any:
+    """Return FSDP2's mixed-precision policy for FSDP1's. FSDP2 does not cast buffers."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if given.buffer_dtype is not None:
+    if mixed_precision.buffer_dtype is not None:
         raise _without("FSDPStrategy", "mixed_precision=MixedPrecision(buffer_dtype=...)")
-    cast = bool(given.cast_forward_inputs)
-    return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast)
+    cast = bool(mixed_precision.cast_forward_inputs)
+    return MixedPrecisionPolicy(mixed_precision.param_dtype, mixed_precision.reduce_dtype, cast_forward_inputs=cast)
 
 
 def _without(kind: str, option: str, instead: str = "") -> HastenError:
+    """Return the error for an option without a counterpart."""
     return names.misconfigured(
         f"{kind}({option}) has no counterpart in hasten, and without it the training would be another one",
         instead or f"leave it out, or see hasten.strategies.{kind}",

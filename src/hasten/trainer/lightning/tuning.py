@@ -1,4 +1,4 @@
-"""Serves Lightning's tuner, learning-rate finder and batch-size finder: loops, on trial."""
+"""Support for Lightning's Tuner, learning-rate finder and batch-size finder, which run the loops for trials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train as the limits say, within a `fit` that has not begun to train."""
+    """Train up to the current limits, within a `fit` that has not begun to train."""
     stage = trainer.stage.stage
     session.train(trainer, None)
     trainer.engine.loop = trainer.engine.board = None
@@ -22,7 +22,7 @@ def fit(trainer: Trainer) -> None:
 
 
 def run_evaluation(trainer: Trainer, kind: str) -> None:
-    """Evaluate or predict as the limits say, within such a run that has not come to its first batch."""
+    """Evaluate or predict up to the current limits, within such a run before its first batch."""
     engine, feed = trainer.engine, trainer.engine.feeds[kind]
     before = engine.board
     if kind == "predict":
@@ -34,7 +34,10 @@ def run_evaluation(trainer: Trainer, kind: str) -> None:
 
 
 def forget_loaders(trainer: Trainer, kind: str) -> None:
-    """Loaders changed: ask for them again. An evaluation that has begun goes on with the new ones."""
+    """Make the run ask for its loaders again: the tuner has changed them.
+
+    An evaluation that has begun continues with the new loaders: its source and limits are changed in place.
+    """
     feed = trainer.engine.feeds[kind]
     old: Combined | None = feed.source
     if trainer.stage.fn == "fit" or old is None:
@@ -50,7 +53,7 @@ def forget_loaders(trainer: Trainer, kind: str) -> None:
 
 
 def restore(trainer: Trainer, path: Any) -> None:
-    """Put back what a checkpoint of this run's beginning holds."""
+    """Restore a checkpoint that the tuner saved at the beginning of this run."""
     checkpointing = trainer.checkpointing
     checkpointing.saver.wait()
     before = checkpointing.loaded
@@ -62,7 +65,7 @@ def restore(trainer: Trainer, path: Any) -> None:
 
 
 class Loaders:
-    """The loaders of a kind, as the finders look at them."""
+    """The loaders of a kind, as the finders read them."""
 
     def __init__(self, source: Combined) -> None:
         self._source = source
@@ -73,6 +76,7 @@ class Loaders:
         return self._source.leaves
 
     def _dataset_length(self) -> int:
+        """Return the samples of the combined loaders; raises NotImplementedError if a dataset has no length."""
         sizes = []
         for leaf in self._source.leaves:
             try:

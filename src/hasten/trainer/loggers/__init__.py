@@ -1,4 +1,4 @@
-"""Loggers: where metrics go. The libraries behind them are imported when something is logged."""
+"""Loggers: destinations for metrics. A logging library is imported only when something is logged."""
 
 from hasten.trainer.loggers.base import FolderLogger, Logger
 from hasten.trainer.loggers.csv_logger import CSVLogger

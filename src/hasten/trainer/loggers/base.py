@@ -1,4 +1,4 @@
-"""Logger: where metrics and hyperparameters go. Also the version folder, which two runs never share."""
+"""Logger: the base class of loggers; and FolderLogger, which gives each run a version folder that no other run gets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hasten.errors import HastenError
 
 
 class Logger:
-    """Writes metrics and hyperparameters. All methods do nothing here; override those that are wanted.
+    """Base class of loggers, which write metrics and hyperparameters. All methods do nothing; override those you need.
 
-    `metrics` are plain numbers: they were read from the device, all together, when it was time to log. The loggers
-    here write on rank 0 only, so any rank may call them.
+    `metrics` are plain numbers: the Trainer read them from the device, all together, when it was time to log. The
+    loggers here write on rank 0 only, so any rank may call them.
     """
 
-    group_separator = "/"  # between the parts of a metric's name
-    writes = True  # whether this process is the one that writes
+    group_separator = "/"  # separates the parts of a metric's name
+    writes = True  # whether this process writes: rank 0 does
 
     @property
     def name(self) -> str | None:
@@ -29,12 +29,12 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """Number or name of this run of it."""
+        """Number or name of this run of the experiment."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """Folder given by the person."""
+        """Folder given by the user."""
         return None
 
     @property
@@ -44,16 +44,16 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of this run of it."""
+        """Folder of this run of the experiment."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The library's own object, for what this class has no method for."""
+        """The logging library's own object, for features that this class has no method for."""
         return None
 
     def agree(self, world: Any) -> None:
-        """Settle on one version for all ranks. Every rank calls it, once, before anything else.
+        """Agree on one version for all ranks. Every rank calls it, once, before anything else.
 
         Args:
             world: `hasten.parallel.World`.
@@ -70,17 +70,17 @@ class Logger:
         """Log the model's graph."""
 
     def save(self) -> None:
-        """Write what is still in memory."""
+        """Write buffered values."""
 
     def finalize(self, status: str) -> None:
-        """The run is over: "success", "failed" or "interrupted"."""
+        """End the run. `status`: "success", "failed" or "interrupted"."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """`checkpoint_callback` has saved a checkpoint."""
+        """Called after `checkpoint_callback` has saved a checkpoint."""
 
 
 class Nothing:
-    """Stands for `experiment` on the ranks that do not write: whatever is asked of it, it does nothing."""
+    """Stand-in for `experiment` on ranks that do not write: every attribute, call and item does nothing."""
 
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
@@ -88,7 +88,7 @@ class Nothing:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
-        """Nothing."""
+        """Do nothing."""
         return self
 
     def __getitem__(self, key: Any) -> Nothing:
@@ -96,16 +96,16 @@ class Nothing:
 
 
 class FolderLogger(Logger):
-    """A logger with a folder for each run: `save_dir/name/version_0`, `version_1`, ...
+    """Base class of loggers with a folder per run: `save_dir/name/version_0`, `version_1`, ...
 
-    The folder is made with `mkdir`, which fails where it exists already: so two runs that start at the same moment
-    get two versions. A version that is named by the person is used as it is.
+    The folder is created with `mkdir`, which fails if it exists: so two runs that start at the same moment get
+    different versions. A version given by the user is used as it is.
 
     Args:
         save_dir: Folder for all experiments.
-        name: Folder in it for this one; None or "": none.
-        version: Number or name; None: the next number that is free.
-        prefix: Put in front of metrics' names, with a "-".
+        name: Subfolder of this experiment; None or "": none.
+        version: Number or name; None: the next free number.
+        prefix: Prefix of metric names, joined with "-".
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FolderLogger(Logger):
 
     @property
     def version(self) -> int | str:
-        """Number or name of this run; asking for it claims the next free number, if none was given."""
+        """Number or name of this run. If none was given, the first access claims the next free number."""
         if self._version is None:
             self._version = claim_version(Path(self.root_dir))
         return self._version
@@ -149,15 +149,17 @@ class FolderLogger(Logger):
         return str(Path(self.root_dir) / version)
 
     def agree(self, world: Any) -> None:
-        """Rank 0's version, on all ranks."""
+        """Use rank 0's version on all ranks."""
         super().agree(world)
         self._version = world.broadcast(self.version if world.is_zero else None)
 
     def _named(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics as floats, with prefixed names."""
         start = f"{self._prefix}-" if self._prefix else ""
         return {start + name: float(value) for name, value in metrics.items()}
 
     def _made_log_dir(self) -> Path:
+        """Create the run's folder, and return it."""
         folder = Path(self.log_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -167,10 +169,10 @@ class FolderLogger(Logger):
 
 
 def claim_version(root: Path) -> int:
-    """Make `root/version_N` with the smallest N above those there are, and return N.
+    """Create `root/version_N` with the smallest N above the existing ones, and return N.
 
     Raises:
-        HastenError: The folder cannot be made.
+        HastenError: The folder cannot be created.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -189,7 +191,7 @@ def claim_version(root: Path) -> int:
 
 
 def plain_params(params: Any) -> dict[str, Any]:
-    """Hyperparameters as a dict: of a mapping, a dataclass, a Namespace, or None."""
+    """Return hyperparameters as a dict, from a mapping, a dataclass, a Namespace, or None."""
     if params is None:
         return {}
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
@@ -198,7 +200,7 @@ def plain_params(params: Any) -> dict[str, Any]:
 
 
 def flat_params(params: Mapping[str, Any], start: str = "") -> dict[str, int | float | str | bool]:
-    """Nested hyperparameters as one level, `model/width`; what is no number, text or bool, as text."""
+    """Return nested hyperparameters as one level (`model/width`); values other than numbers, text and bool as text."""
     flat: dict[str, int | float | str | bool] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
@@ -209,5 +211,5 @@ def flat_params(params: Mapping[str, Any], start: str = "") -> dict[str, int | f
 
 
 def needs(package: str, logger: str) -> HastenError:
-    """The error for a logger whose library is not installed."""
+    """Return the error for a logger whose library is not installed."""
     return HastenError(f"{logger} needs {package}, which is not installed", f"pip install {package}")

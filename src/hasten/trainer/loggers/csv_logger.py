@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in a CSV file, hyperparameters in YAML beside it."""
+"""CSVLogger: write metrics to a CSV file, and hyperparameters to a YAML file beside it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hasten.trainer.loggers.base import FolderLogger, plain_params
 class CSVLogger(FolderLogger):
     """Log to `save_dir/name/version_N/metrics.csv` and `hparams.yaml`.
 
-    Rows are appended, so the cost of a row does not grow with the file. When a new metric turns up, its column needs a
-    new first line: the file is then copied once, however many new metrics came since the last flush.
+    Rows are appended, so the cost of a row does not grow with the file. A new metric needs a new header line: the file
+    is then copied once, however many new metrics came since the last flush.
 
     Args:
         save_dir: Folder for all experiments.
-        name: Folder in it for this one; None or "": none.
-        version: Number or name; None: the next number that is free. Rows are appended to a version that has some.
-        prefix: Put in front of metrics' names, with a "-".
-        flush_logs_every_n_steps: Rows to gather before they are written.
+        name: Subfolder of this experiment; None or "": none.
+        version: Number or name; None: the next free number. Rows are appended if the version has some already.
+        prefix: Prefix of metric names, joined with "-".
+        flush_logs_every_n_steps: Rows to buffer before they are written.
     """
 
     NAME_METRICS_FILE = "metrics.csv"
@@ -43,7 +43,7 @@ class CSVLogger(FolderLogger):
         self.hparams: dict[str, Any] = {}
         self._flush_every = flush_logs_every_n_steps
         self._rows: list[dict[str, float]] = []
-        self._columns: list[str] | None = None  # of the file; None: not looked at yet
+        self._columns: list[str] | None = None  # the file's columns; None: not read yet
         self._count = 0
 
     @property
@@ -63,16 +63,16 @@ class CSVLogger(FolderLogger):
             self.save()
 
     def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Write them at once; later ones are added."""
+        """Write hyperparameters at once, together with earlier ones."""
         self.hparams.update(plain_params(params))
         if not self.writes:
             return
-        # JSON is YAML: each value stands as JSON behind its name, so no YAML library is needed to write it.
+        # JSON is valid YAML: each value is written as JSON after its name, so no YAML library is needed.
         lines = [f"{json.dumps(str(name))}: {json.dumps(value, default=str)}\n" for name, value in self.hparams.items()]
         write_whole(self._made_log_dir() / self.NAME_HPARAMS_FILE, "".join(lines))
 
     def save(self) -> None:
-        """Write the rows gathered."""
+        """Write the buffered rows."""
         if not self._rows:
             return
         path = self._made_log_dir() / self.NAME_METRICS_FILE
@@ -88,12 +88,12 @@ class CSVLogger(FolderLogger):
         self._rows = []
 
     def finalize(self, status: str) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         self.save()
 
 
 def _columns(path: Path) -> list[str]:
-    """Columns of a file that another run has left; none where there is no file."""
+    """Return the columns of a file from an earlier run; none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -101,7 +101,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def _widen(path: Path, columns: list[str]) -> None:
-    """Give the file this first line; rows that it has get empty fields at their end. Whole or not at all."""
+    """Rewrite the file with new columns, appended to the old ones: earlier rows get empty fields. Atomic."""
     new = io.StringIO(newline="")
     writer = csv.writer(new)
     writer.writerow(columns)

@@ -1,4 +1,4 @@
-"""Loggers for services: Weights & Biases, MLflow. Thin: what they can do more is reached by `experiment`."""
+"""Loggers for services: Weights & Biases and MLflow. Thin wrappers: use `experiment` for their other features."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class WandbLogger(Logger):
     Args:
         name: Name of the run.
         save_dir: Folder for its files.
-        version: Id of the run, to go on with one.
-        offline: Keep it here; `wandb sync` sends it later.
-        project: Project; default: the one in `WANDB_PROJECT`, else "hasten".
-        log_model: Send checkpoints: "all" each one, True the best at the end.
-        prefix: Put in front of metrics' names, with a "-".
-        experiment: A run that `wandb.init` gave already.
+        version: Id of the run, to continue an earlier one.
+        offline: Keep the run on this machine; `wandb sync` uploads it later.
+        project: Project; default: `WANDB_PROJECT` of the environment, else "hasten".
+        log_model: Upload checkpoints at the end: "all" that were kept, or True: only the best.
+        prefix: Prefix of metric names, joined with "-".
+        experiment: A run that `wandb.init` returned already.
         **kwargs: For `wandb.init`.
 
     Raises:
@@ -58,12 +58,12 @@ class WandbLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Project."""
+        """Name of the project."""
         return self._project
 
     @property
     def version(self) -> str | None:
-        """Id of the run; None before it began."""
+        """Id of the run; None before it has begun."""
         return self._run.id if self._run is not None else self._id
 
     @property
@@ -73,7 +73,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The run; begun when it is first used."""
+        """The run, begun on first access."""
         if not self.writes:
             return Nothing()
         if self._run is None:
@@ -94,24 +94,24 @@ class WandbLogger(Logger):
         return self._run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers; the step is a metric too, so that several logs of one step do not clash."""
+        """Log numbers. The step is logged as a metric, so that several logs of one step do not conflict."""
         values = {self._prefix + name: value for name, value in metrics.items()}
         self.experiment.log(values if step is None else {**values, "trainer/global_step": step})
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Log into the run's config."""
+        """Add hyperparameters to the run's config."""
         self.experiment.config.update(flat_params(plain_params(params)), allow_val_change=True)
 
     def watch(self, model: Any, log: str = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Log gradients or parameters as histograms; costs time at each step logged."""
+        """Log gradients or parameters as histograms; costs time at each logged step."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Checkpoints are sent when the run ends, when they surely are on disk."""
+        """Remember the callback: checkpoints are uploaded at the end, when they are surely on disk."""
         self._checkpoint_callback = checkpoint_callback
 
     def finalize(self, status: str) -> None:
-        """Send checkpoints, if asked to."""
+        """Upload checkpoints, if `log_model` is set and the run succeeded."""
         callback = self._checkpoint_callback
         if status != "success" or callback is None or not self._log_model or not self.writes:
             return
@@ -133,11 +133,12 @@ class MLFlowLogger(Logger):
     Args:
         experiment_name: Name of the experiment.
         run_name: Name of the run.
-        tracking_uri: Where MLflow keeps it; default `MLFLOW_TRACKING_URI`, else the folder `save_dir`.
+        tracking_uri: Where MLflow stores runs; default: `MLFLOW_TRACKING_URI` of the environment, else the folder
+            `save_dir`.
         tags: Tags of the run.
         save_dir: Folder, if there is no `tracking_uri`.
-        prefix: Put in front of metrics' names, with a "-".
-        run_id: A run to go on with.
+        prefix: Prefix of metric names, joined with "-".
+        run_id: Id of a run to continue.
 
     Raises:
         HastenError: mlflow is not installed.
@@ -170,30 +171,32 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """Id of the run; None before it began."""
+        """Id of the run; None before it has begun."""
         return self._run_id
 
     @property
     def save_dir(self) -> str | None:
-        """Folder MLflow keeps it in, if it does."""
+        """Folder in which MLflow stores runs; None if it is not a folder."""
         return self._uri.removeprefix("file:") if self._uri.startswith("file:") else None
 
     @property
     def experiment(self) -> Any:
-        """The `MlflowClient`; the run begins when it is first used."""
+        """The `MlflowClient`; the first access begins the run."""
         if not self.writes:
             return Nothing()
         if self._client is None:
             self._client = import_module("mlflow.tracking").MlflowClient(self._uri)
             if self._run_id is None:
-                found = self._client.get_experiment_by_name(self._experiment_name)
-                at = found.experiment_id if found else self._client.create_experiment(self._experiment_name)
-                run = self._client.create_run(at, tags=self._tags, run_name=self._run_name)
+                experiment = self._client.get_experiment_by_name(self._experiment_name)
+                identifier = (
+                    experiment.experiment_id if experiment else self._client.create_experiment(self._experiment_name)
+                )
+                run = self._client.create_run(identifier, tags=self._tags, run_name=self._run_name)
                 self._run_id = run.info.run_id
         return self._client
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log numbers, in one request."""
+        """Log numbers in one request."""
         if not self.writes:
             return
         client, now = self.experiment, int(time() * 1000)
@@ -202,7 +205,7 @@ class MLFlowLogger(Logger):
         client.log_batch(self._run_id, metrics=values)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Log parameters, 100 in a request and 500 characters each, which is what MLflow takes."""
+        """Log hyperparameters, 100 per request and cut to 500 characters each: MLflow's limits."""
         if not self.writes:
             return
         client = self.experiment

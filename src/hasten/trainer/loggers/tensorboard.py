@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics as TensorBoard event files."""
+"""TensorBoardLogger: write metrics as TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hasten.trainer.loggers.base import FolderLogger, Nothing, flat_params, need
 
 
 class TensorBoardLogger(FolderLogger):
-    """Log for TensorBoard to `save_dir/name/version_N`; see it with `tensorboard --logdir save_dir`.
+    """Log for TensorBoard to `save_dir/name/version_N`; view it with `tensorboard --logdir save_dir`.
 
     Args:
         save_dir: Folder for all experiments.
-        name: Folder in it for this one; None or "": none.
-        version: Number or name; None: the next number that is free.
+        name: Subfolder of this experiment; None or "": none.
+        version: Number or name; None: the next free number.
         log_graph: Log the model's graph, if the module has an `example_input_array`.
-        default_hp_metric: Log `hp_metric` of -1 with the hyperparameters if they come without metrics.
-        prefix: Put in front of metrics' names, with a "-".
-        sub_dir: Folder in the version's, for several writers.
+        default_hp_metric: Log `hp_metric` of -1 with hyperparameters that come without metrics.
+        prefix: Prefix of metric names, joined with "-".
+        sub_dir: Subfolder of the version's folder, for several writers.
         **kwargs: For `torch.utils.tensorboard.SummaryWriter`.
 
     Raises:
@@ -41,7 +41,7 @@ class TensorBoardLogger(FolderLogger):
         super().__init__(save_dir, name, version, prefix)
         from importlib.util import find_spec
 
-        if find_spec("tensorboard") is None:  # said now, not at the first step
+        if find_spec("tensorboard") is None:  # fail now, not at the first step
             raise needs("tensorboard", "TensorBoardLogger")
         self.hparams: dict[str, Any] = {}
         self._log_graph = log_graph
@@ -58,7 +58,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> Any:
-        """The `SummaryWriter`; made when it is first used."""
+        """The `SummaryWriter`, created on first access."""
         if not self.writes:
             return Nothing()
         if self._writer is None:
@@ -68,7 +68,7 @@ class TensorBoardLogger(FolderLogger):
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log each as a scalar."""
+        """Log each metric as a scalar."""
         if not self.writes:
             return
         for name, value in self._named(metrics).items():
@@ -77,13 +77,13 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, float] | None = None, step: int | None = None, **kwargs: Any
     ) -> None:
-        """Log for the HPARAMS tab.
+        """Log hyperparameters for the HPARAMS tab.
 
         Args:
             params: Mapping, dataclass or Namespace.
             metrics: Metrics to compare runs by.
             step: Their step.
-            **kwargs: Nothing is done with them.
+            **kwargs: Ignored.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -97,7 +97,7 @@ class TensorBoardLogger(FolderLogger):
                 writer.add_summary(summary)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Log the model's graph, if asked to in `__init__` and there is an input to trace it with."""
+        """Log the model's graph, if `log_graph` was set in `__init__` and there is an example input to trace."""
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if self._log_graph and example is not None:
             import torch
@@ -106,14 +106,14 @@ class TensorBoardLogger(FolderLogger):
                 self.experiment.add_graph(model, example)
 
     def save(self) -> None:
-        """Write what is still in memory."""
+        """Write buffered events."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Write and close."""
+        """Write buffered events, and close the writer after a success."""
         if self._writer is not None:
             self._writer.flush()
-            if status == "success":  # after a failure somebody may still log
+            if status == "success":  # after a failure, the user's code may still log
                 self._writer.close()
                 self._writer = None

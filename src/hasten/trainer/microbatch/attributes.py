@@ -1,4 +1,4 @@
-"""Numbers and lists that a step changes in plain attributes, once for each part of a batch."""
+"""Plain attributes (numbers and lists) that a training step changes, once per part of a batch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import torch
 
 
 class Attributes:
-    """Keeps numbers, and lengths of lists, that are attributes of a module's parts: `self.steps += 1`.
+    """The numbers, and the lengths of lists, in the attributes of a module and its submodules: `self.steps += 1`.
 
-    Those of torchmetrics are left out: they count samples, whichever part these are in.
+    Attributes of torchmetrics are left out: they count samples, so it does not matter which part a sample is in.
 
     Args:
-        module: Whose they are, as they are now.
+        module: The module, whose current values are recorded.
 
     Attributes:
-        changed: Names of those that a step has changed.
+        changed: Names of the attributes that a step has changed.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        parts = module.named_modules()
-        owners = [(path, one) for path, one in parts if not (hasattr(one, "_defaults") and hasattr(one, "compute"))]
-        found = [(path, part, name, value) for path, part in owners for name, value in vars(part).items()]
-        self._numbers = [one for one in found if type(one[3]) in (int, float)]
-        self._lists = [(*one, len(one[3])) for one in found if type(one[3]) is list]
+        modules = module.named_modules()
+        owners = [
+            (path, part) for path, part in modules if not (hasattr(part, "_defaults") and hasattr(part, "compute"))
+        ]
+        attributes = [(path, part, name, value) for path, part in owners for name, value in vars(part).items()]
+        self._numbers = [entry for entry in attributes if type(entry[3]) in (int, float)]
+        self._lists = [(*entry, len(entry[3])) for entry in attributes if type(entry[3]) is list]
         self.changed: set[str] = set()
 
     def put_back(self) -> None:
-        """Have the next part find what the first one found."""
+        """Restore the recorded values, so that each part starts from the same."""
         for path, part, name, value in self._numbers:
             if vars(part).get(name) != value:
                 self._note(path, name)
@@ -37,4 +39,5 @@ class Attributes:
                 del entries[length:]
 
     def _note(self, path: str, name: str) -> None:
+        """Record that an attribute was changed."""
         self.changed.add(f"{path}.{name}".lstrip("."))

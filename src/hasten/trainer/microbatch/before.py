@@ -1,4 +1,4 @@
-"""State from before a step's backward, restored when the step runs out of memory."""
+"""State from before a step's forward and backward, restored when the step is repeated."""
 
 from __future__ import annotations
 
@@ -14,50 +14,53 @@ from hasten.trainer.callbacks.buffers import BufferCopies
 
 
 class Before:
-    """Keeps, and puts back: random states, buffers, gradients gathered so far, states of metrics, counted overflows.
+    """Saves and restores random states, buffers, accumulated gradients, metric states and counted overflows.
 
-    Not what a step keeps in plain attributes of its own (`self.losses.append(...)`).
+    Not included: plain attributes that a step changes (`self.losses.append(...)`).
 
     Args:
-        module: Whose they are.
-        optimizer: Whose parameters get gradients too, where they are not the module's.
-        techniques: Those installed; one with `counted` has a state that backwards change.
+        module: The trained module.
+        optimizer: Its optimizer, which may hold parameters that are not the module's.
+        techniques: The installed techniques; one with a method `counted` has state that a backward changes.
 
     Attributes:
-        parameters: All that get gradients, each once.
+        parameters: All parameters that get gradients, each once.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: Any, techniques: list[Any]) -> None:
-        stepped = [one for group in optimizer.param_groups for one in group["params"]]
-        self.parameters = list({id(one): one for one in [*module.parameters(), *stepped]}.values())
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.parameters = list({id(parameter): parameter for parameter in [*module.parameters(), *stepped]}.values())
         self._buffers = BufferCopies(module)
-        self._techniques = [one for one in techniques if hasattr(one, "counted")]
+        self._techniques = [technique for technique in techniques if hasattr(technique, "counted")]
         self._metrics = [part for part in module.modules() if hasattr(part, "_defaults") and hasattr(part, "compute")]
         self._generators = _generators(module)
 
     def take(self) -> None:
-        """Keep the states as they are now. Gradients take memory only within an accumulation."""
+        """Save the current state. Gradients take memory only within an accumulation."""
         self._random, self._own = rng.state(), rng.states_of(self._generators)
         self._buffers.take()
-        self._gradients = [(one, one.grad.clone()) for one in self.parameters if one.grad is not None]
-        self._counted = [one.counted() for one in self._techniques]
+        self._gradients = [
+            (parameter, parameter.grad.clone()) for parameter in self.parameters if parameter.grad is not None
+        ]
+        self._counted = [technique.counted() for technique in self._techniques]
         self._of_metrics = [_state(metric) for metric in self._metrics]
 
     def drawn(self) -> bool:
-        """Return whether a number was drawn since: of the process's generators, or of those that the module keeps."""
+        """Return whether a random number was drawn since `take`, from the process's or the module's generators."""
         return not _same(rng.state(), self._random) or not _same(rng.states_of(self._generators), self._own)
 
     def draw_again(self) -> None:
-        """Put the random states back, and nothing else."""
+        """Restore the random states only."""
         rng.restore(self._random)
         rng.set_states(self._generators, self._own)
 
     def put_back(self) -> None:
-        """Put all of it back."""
+        """Restore everything."""
         self.draw_again()
         self._buffers.put_back()
         self.drop_gradients()
         for parameter, gradient in self._gradients:
+            # A clone, since the next attempt may fail too and this copy is needed again.
             parameter.grad = gradient.clone()
         for technique, counted in zip(self._techniques, self._counted, strict=True):
             technique.recount(counted)
@@ -66,26 +69,26 @@ class Before:
                 object.__setattr__(metric, name, _copy(value))
 
     def drop_gradients(self) -> list[torch.Tensor | None]:
-        """Leave the parameters without gradients, and return those they had."""
+        """Remove the gradients of the parameters, and return them."""
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         return gradients
 
     def drop(self) -> None:
-        """Let go of copied gradients: the step is done."""
+        """Free the copied gradients: the step is done."""
         self._gradients = []
 
 
 def free_memory() -> None:
-    """Give what a try that failed has left to whoever asks next."""
-    gc.collect()  # a cycle through the error's frames would keep activations
+    """Free the memory that a failed attempt left: in reference cycles and in the CUDA cache."""
+    gc.collect()  # the error's frames may form a cycle that keeps activations alive
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _generators(module: torch.nn.Module) -> dict[str, Any]:
-    """Return generators that parts of a module keep as attributes."""
+    """Return the random generators in the attributes of a module and its submodules."""
     kinds = (torch.Generator, random.Random)
     return {
         f"{path}.{name}": value
@@ -96,28 +99,29 @@ def _generators(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _state(metric: Any) -> dict[str, Any]:
-    """Return a copy of what `update` of a torchmetrics Metric changes."""
+    """Return a copy of the state that a torchmetrics Metric's `update` changes."""
     names = (*metric._defaults, "_update_count", "_computed", "_forward_cache")
     return {name: _copy(getattr(metric, name)) for name in names if hasattr(metric, name)}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two random states are equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    """Return whether two random states are equal."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return bool(first == second)
 
 
 def _copy(value: Any) -> Any:
+    """Return a copy of a value of a metric."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value
 
 
 def versions(tensors: Iterator[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was changed in place."""
+    """Return the version of each tensor: how many times it was changed in place."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

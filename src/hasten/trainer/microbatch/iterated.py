@@ -1,4 +1,4 @@
-"""Spectral norms: their power iteration goes on with each forward, and so with each part of a batch."""
+"""Spectral norms: restore their power iteration before each part of a batch, since each forward advances it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 
 class Iterated:
-    """Keeps the vectors of a module's spectral norms, and puts them back before each part of a batch.
+    """Saves the vectors of a module's spectral norms, and restores them before each part of a batch.
 
-    A forward in training mode moves them one iteration on, whatever the samples are, and divides the weights by what
-    they then say. From the same vectors each part has the weights that the whole batch has, and the last one leaves
-    the vectors that the whole batch leaves. Without that, gradients of a critic were 0.01 % off in double precision.
+    A forward in training mode advances the vectors by one iteration, whatever the samples are, and divides the weights
+    by the norm that they give. Started from the same vectors, each part has the weights that the whole batch has, and
+    the last part leaves the vectors that the whole batch leaves. Without that, gradients of a critic were 0.01 % off in
+    double precision.
 
     Args:
-        module: Any module with `spectral_norm` of `torch.nn.utils.parametrizations` or of `torch.nn.utils` in it.
+        module: A module that may contain `spectral_norm` of `torch.nn.utils.parametrizations` or of `torch.nn.utils`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._places = [(path, part, name) for path, part in module.named_modules() for name in _vectors(part)]
-        self._kept: list[torch.Tensor] = []
+        self._vectors_at_start: list[torch.Tensor] = []
 
     @property
     def names(self) -> set[str]:
@@ -28,18 +29,18 @@ class Iterated:
         return {f"{path}.{name}".lstrip(".") for path, _, name in self._places}
 
     def take(self) -> None:
-        """Keep them as they are now: a batch begins."""
-        self._kept = [part._buffers[name].clone() for _, part, name in self._places]
+        """Save the vectors at the beginning of a batch."""
+        self._vectors_at_start = [part._buffers[name].clone() for _, part, name in self._places]
 
     def put_back(self) -> None:
-        """Have the next part begin where the batch began."""
+        """Restore the vectors for the next part."""
         with torch.no_grad():
-            for (_, part, name), kept in zip(self._places, self._kept, strict=True):
-                part._buffers[name].copy_(kept)
+            for (_, part, name), vector in zip(self._places, self._vectors_at_start, strict=True):
+                part._buffers[name].copy_(vector)
 
 
 def _vectors(part: torch.nn.Module) -> list[str]:
-    """Return the buffers of a module that are vectors of a power iteration; a weight of one dimension has none."""
+    """Return the names of a module's power-iteration buffers; a spectral norm of a 1-d weight has none."""
     if isinstance(part, _SpectralNorm):
         names = ["_u", "_v"]
     else:

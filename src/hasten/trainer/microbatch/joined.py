@@ -1,4 +1,4 @@
-"""Logged values and outputs of microbatches, merged into what the whole batch would have given."""
+"""Merge the logged values and outputs of the parts into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LOG = inspect.signature(LoggedValues.log)
 
 
 class Log:
-    """Stands in for a board's `log` while a batch is computed: a context. `done` logs each value once, for all parts.
+    """A context that replaces a board's `log` while a batch is computed; `done` logs each value once, for all parts.
 
-    So a value is exchanged between ranks once, however many parts each of them has, and a try that ran out of memory
-    has logged nothing.
+    So a value is reduced over ranks once, however many parts each rank has, and an attempt that ran out of memory logs
+    nothing.
 
     Args:
-        board: Where values go.
+        board: Where the values are logged.
     """
 
     def __init__(self, board: LoggedValues) -> None:
         self._board = board
-        self._kept: dict[Any, list[tuple[Any, float]]] = {}
-        self._how: dict[Any, inspect.BoundArguments] = {}
+        self._values: dict[Any, list[tuple[Any, float]]] = {}
+        self._calls: dict[Any, inspect.BoundArguments] = {}
         self._sizes: dict[Any, list[int | None]] = {}
         self._terms = 1.0
         self._times: Counter[Any] = Counter()
@@ -41,7 +41,7 @@ class Log:
         vars(self._board).pop("log", None)
 
     def begin_part(self, terms: float) -> None:
-        """Values from now on are of a part whose loss is a mean over so many terms."""
+        """Begin a part whose loss counts this much: the weight of values logged without a batch size."""
         self._terms = terms
         self._times.clear()
 
@@ -49,49 +49,55 @@ class Log:
         """Keep a value; arguments as for `LoggedValues.log`."""
         bound = _LOG.bind(self._board, *args, **kwargs)
         bound.apply_defaults()
-        how = bound.arguments
-        name = how["hook"], how["name"], how["add_dataloader_idx"]
+        arguments = bound.arguments
+        name = arguments["hook"], arguments["name"], arguments["add_dataloader_idx"]
         self._times[name] += 1
         key = *name, self._times[name]  # logged twice in one part: twice for the batch
-        self._how[key] = bound
-        self._sizes.setdefault(key, []).append(how["batch_size"])
-        weight = float(how["batch_size"] or self._terms)
-        self._kept.setdefault(key, []).append((_own(how["value"], how["enable_graph"]), weight))
+        self._calls[key] = bound
+        self._sizes.setdefault(key, []).append(arguments["batch_size"])
+        weight = float(arguments["batch_size"] or self._terms)
+        self._values.setdefault(key, []).append((_own(arguments["value"], arguments["enable_graph"]), weight))
 
     def done(self) -> None:
-        """Log what was kept."""
-        for key, kept in self._kept.items():
-            bound = self._how[key]
+        """Log the merged values."""
+        for key, parts in self._values.items():
+            bound = self._calls[key]
             sizes = [size for size in self._sizes[key] if size is not None]
-            bound.arguments["value"] = _reduced(kept, bound.arguments["reduce_fx"])
-            bound.arguments["batch_size"] = sum(sizes) if len(sizes) == len(kept) else None
+            bound.arguments["value"] = _reduced(parts, bound.arguments["reduce_fx"])
+            bound.arguments["batch_size"] = sum(sizes) if len(sizes) == len(parts) else None
             self._board.log(*bound.args[1:], **bound.kwargs)
 
 
 def _own(value: Any, enable_graph: bool) -> Any:
-    """Return a copy of what may change, or hold a graph, until the batch is over; metrics as they are."""
+    """Return a copy of a tensor without its graph, unless a graph is asked for; other values (metrics) as they are.
+
+    The tensor may change before the batch is done.
+    """
     if isinstance(value, torch.Tensor):
         return value if enable_graph else value.detach().clone()
     return value
 
 
-def _reduced(kept: list[tuple[Any, float]], reduce_fx: Any) -> Any:
-    """Return one value of those of the parts; what is no number (a metric, a mistake) is the board's to judge."""
+def _reduced(parts: list[tuple[Any, float]], reduce_fx: Any) -> Any:
+    """Return the value for the whole batch from those of its parts.
+
+    Of values that are not numbers (a metric, a mistake), return the last: the board handles or refuses it.
+    """
     name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    values = [_scalar(value) for value, _ in kept]
-    if len(kept) == 1 or any(value is None for value in values):
-        return kept[-1][0]
+    values = [_scalar(value) for value, _ in parts]
+    if len(parts) == 1 or any(value is None for value in values):
+        return parts[-1][0]
     device = values[0].device
     together = torch.stack([value.to(device) for value in values])
     if name in ("sum", "min", "max"):
         return getattr(together, name)()
-    total = sum(weight for _, weight in kept)
-    shares = torch.tensor([weight / total for _, weight in kept], dtype=together.dtype, device=device)
+    total = sum(weight for _, weight in parts)
+    shares = torch.tensor([weight / total for _, weight in parts], dtype=together.dtype, device=device)
     return (together * shares).sum()
 
 
 def _scalar(value: Any) -> Any:
-    """Return a number as a tensor of no dimension; None for what is none."""
+    """Return a number as a 0-dim floating-point tensor; None for other values."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return None
@@ -101,7 +107,7 @@ def _scalar(value: Any) -> Any:
 
 
 def without_graph(output: Any) -> Any:
-    """Return what training_step gave without its graph, whose memory the next part needs."""
+    """Return the output of training_step without its graph, whose memory the next part needs."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):
@@ -110,16 +116,16 @@ def without_graph(output: Any) -> Any:
 
 
 def output_of(outputs: list[Any], sizes: list[int], shares: list[float]) -> Any:
-    """Return what training_step would have given for the whole batch.
+    """Return what training_step would have returned for the whole batch.
 
     Args:
-        outputs: What it gave for the parts, without graphs.
+        outputs: Its outputs for the parts, without graphs.
         sizes: Samples of the parts.
-        shares: How much each part's loss counts; their sum is 1.
+        shares: Weight of each part's loss; they add up to 1.
 
     Returns:
-        The loss of the whole batch; of a dict, tensors with a row for each sample joined, other floating-point tensors
-        of no dimension averaged, and of anything else what the last part gave.
+        The loss of the whole batch. Of a dict: tensors with a row per sample are concatenated, floating-point tensors
+        with a single element are averaged, and other values are those of the last part.
     """
     first = outputs[0]
     if isinstance(first, Mapping):
@@ -128,6 +134,7 @@ def output_of(outputs: list[Any], sizes: list[int], shares: list[float]) -> Any:
 
 
 def _joined(values: list[Any], sizes: list[int], shares: list[float]) -> Any:
+    """Merge one value of all parts' outputs."""
     if len(values) != len(sizes) or not all(isinstance(value, torch.Tensor) for value in values):
         return values[-1]
     if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):

@@ -1,4 +1,10 @@
-"""Whether a loss is a mean over samples: only then do the gradients of microbatches add up."""
+"""Check that a loss is a mean over samples: only then do the gradients of microbatches add up.
+
+`groupings` groups some samples of a batch in several ways. `look` computes loss and gradients for each grouping, as a
+step in parts would, and compares them: they agree if the parts add up. Whatever else differs between the groupings must
+be removed first: BatchNorm and dropout are switched off, random numbers are drawn per sample, state is restored before
+each part. The tolerance is that of rounding, or wide where a step draws numbers in another way.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +28,19 @@ from hasten.trainer.outputs import loss_of
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
-_ROUNDING = 2e-3  # of float32, TF32 included, as a share of the gradient
+_ROUNDING = 2e-3  # tolerance for float32, TF32 included, as a share of the gradient
 _ROUNDING_16 = 3e-2
 _ROUNDING_64 = 1e-7
-_RANDOM = 0.4  # what a step that draws numbers itself makes of its loss; a sum in place of a mean is off by half
-_PARTS = 16  # of the largest size: more samples of a batch are not looked at
-_SCALE_FP16 = 1024.0  # small gradients would be lost; all are off by as much, so it need not be taken out
+_RANDOM = 0.4  # tolerance for the loss of a step that draws numbers; a sum instead of a mean is off by half
+_PARTS = 16  # at most this many parts of the largest size are checked, of a larger batch
+_SCALE_FP16 = 1024.0  # keeps small fp16 gradients from underflow; not removed again, since all are compared with it
 
 Called = Callable[[Any, int], Any]
 Gradients = list[torch.Tensor | None]
 
 
 class Group(NamedTuple):
-    """Samples that are computed together: makes them, how much their loss counts, and their places in the batch."""
+    """Samples computed together: a function that makes them, their loss's weight, and their indices in the batch."""
 
     make: Callable[[], Any]
     share: float
@@ -42,12 +48,12 @@ class Group(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What a look at some samples has shown.
+    """The result of a check on some samples.
 
     Attributes:
         wrong: What is wrong with the loss, or the step, that is to be computed in parts; "" if nothing is.
         gradients: Whether gradients were compared, rather than losses alone.
-        fix: What to do, where more is known than that it does not add up.
+        fix: What to do, where more is known than that the parts do not add up.
     """
 
     wrong: str
@@ -56,10 +62,10 @@ class Look(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What the step gave for some samples; None: no loss, or gradients that were not asked for.
+    """The results of a step for some samples; None: no loss, or gradients that were not asked for.
 
-    `norm` is that of the gradients, and `size` that of the loss: of several parts the mean of their sizes, which is
-    what rounding, and chance, are measured by.
+    `norm` is the gradients' norm and `size` the loss's absolute value; over several parts, the weighted means of
+    theirs. Tolerances for rounding and chance are relative to them.
     """
 
     loss: float | None
@@ -69,44 +75,44 @@ class _Side(NamedTuple):
 
 
 def groupings(count: int, size: int) -> list[list[list[int]]]:
-    """Return places of a batch's samples in parts of up to `size`: as they are run, first with last, smaller ones.
+    """Return indices of a batch's samples in parts of up to `size`: in order, first with last, and in smaller parts.
 
-    Samples beside each other may be of one class, or one length: then any loss adds up. Those of a large batch are
-    taken from across it.
+    Neighbouring samples may have the same class, or the same length: then any loss adds up. So the second grouping
+    pairs samples from both ends, and the samples of a large batch are taken from all over it.
     """
     size = min(count, size)
     used = min(count, _PARTS * size)
-    rows = [place * count // used for place in range(used)]
-    mixed = [rows[place // 2] if place % 2 == 0 else rows[-1 - place // 2] for place in range(used)]
-    short = max(min(2, size // 2), size // 3)  # one sample alone, for which a step may not be written, if need be
+    rows = [index * count // used for index in range(used)]
+    mixed = [rows[index // 2] if index % 2 == 0 else rows[-1 - index // 2] for index in range(used)]
+    small = max(min(2, size // 2), size // 3)  # two samples if possible: a step may not be written for one
     smaller: list[list[int]] = []
     start = 0
     while start < used:
-        width = size - short if len(smaller) % 2 else short
+        width = size - small if len(smaller) % 2 else small
         smaller.append(rows[start : start + width])
         start += width
-    if len(smaller) > 1 and len(smaller[-1]) == 1 < short:
+    if len(smaller) > 1 and len(smaller[-1]) == 1 < small:
         last = smaller.pop()
         smaller[-1] += last
-    found = [[order[start : start + size] for start in range(0, used, size)] for order in (rows, mixed)]
-    return [*(found if used > size else found[:1]), smaller]
+    orders = [[order[start : start + size] for start in range(0, used, size)] for order in (rows, mixed)]
+    return [*(orders if used > size else orders[:1]), smaller]
 
 
 def look(
     trainer: Trainer, before: Before, step: Called, groups: list[list[Group]], gradients: bool, by_samples: bool
 ) -> Look:
-    """Compare the loss of some samples, and its gradients, in parts with those of the same samples in other parts.
+    """Compare the loss of some samples, and its gradients, between parts that group them in different ways.
 
-    Losses alone do not tell: before anything is learnt, each token costs nearly the same. Not with a backward of the
-    module's own, nor with hooks of the Trainer. Whoever calls puts random states, buffers, gradients and metrics back.
+    Losses alone are not enough: before anything is learnt, each token costs nearly the same. Runs without the module's
+    own backward and the Trainer's hooks. The caller restores random states, buffers, gradients and metrics.
 
     Args:
-        trainer: Whose module it is.
-        before: Has just kept what the step stands on.
-        step: `(batch, batch_idx)` -> what training_step gives.
+        trainer: The Trainer whose module it is.
+        before: The state that was just saved, from before the step.
+        step: `(batch, batch_idx)` -> the output of training_step.
         groups: The same samples, grouped in several ways.
         gradients: Whether to compare gradients.
-        by_samples: Whether parts count by samples, so that a mean over anything else is wrong.
+        by_samples: Whether parts are weighted by their samples, so that a mean over anything else is wrong.
     """
     module = trainer.model
     parameters = versions(module.parameters())
@@ -114,18 +120,18 @@ def look(
     scale = _SCALE_FP16 if trainer.config.precision == "16-mixed" else 1.0
     watched = Watched(module)
     iterated = Iterated(module)
-    found = Look("", False)
+    result = Look("", False)
     try:
         with _resting(module), watched:
             parts = _Parts(before, step, scale, watched, module, iterated, gradients)
             first, *others = [parts.summed(grouping) for grouping in groups]
-            parts.begin()  # as it was
+            parts.begin()  # restore the state
         for other in others:
-            found = _compared(trainer, before, first, other, scale, parts.by_chance)
-            if found.wrong:
+            result = _compared(trainer, before, first, other, scale, parts.by_chance)
+            if result.wrong:
                 break
     except Exception as error:
-        if is_out_of_memory(error):  # the parts will be smaller; how they add up is then not known
+        if is_out_of_memory(error):  # the check needs too much memory: its result stays unknown
             return Look("", False)
         error.add_note(
             "hasten: raised where microbatch computes some samples of a batch; if it has not cut the batch into its"
@@ -135,30 +141,30 @@ def look(
     if versions(module.parameters()) != parameters:
         return Look("training_step changes weights itself, which it would do once for each part", False)
     if by_samples and (seen := watched.wrong()):
-        return Look(seen[0], found.gradients, seen[1])
+        return Look(seen[0], result.gradients, seen[1])
     now = {name: buffer for name, buffer in module.named_buffers() if name not in iterated.names}
     changed = [name for name, buffer in now.items() if buffer._version != buffers.get(name)]
     changed += sorted(parts.attributes.changed)
     if changed:
         trainer.say(f"microbatch: with each part, not once a batch, a step changes {', '.join(changed[:3])}", once=True)
-    return found
+    return result
 
 
 class _Parts:
     """Computes parts of a batch, as a step in parts does.
 
     Args:
-        before: What the step stands on.
-        step: `(batch, batch_idx)` -> what training_step gives.
-        scale: Of what is differentiated.
-        watched: Sees losses of torch's.
-        module: Whose step it is.
+        before: The state from before the step.
+        step: `(batch, batch_idx)` -> the output of training_step.
+        scale: Factor of the loss before the backward.
+        watched: Watches torch's losses.
+        module: The trained module.
         iterated: Its spectral norms.
-        gradients: Whether to differentiate.
+        gradients: Whether to compute gradients.
 
     Attributes:
-        attributes: Of the module: what the step changes in them.
-        by_chance: Random numbers were drawn that were not a sample's own, so that parts have others.
+        attributes: The module's plain attributes, and which of them the step changes.
+        by_chance: Whether random numbers were drawn that do not belong to a sample, so that parts differ in them.
     """
 
     def __init__(
@@ -180,13 +186,13 @@ class _Parts:
         self.by_chance = False
 
     def begin(self) -> None:
-        """Have a part find what the first one found."""
+        """Restore the state, so that each part starts from the same."""
         self._before.draw_again()
         self._iterated.put_back()
         self.attributes.put_back()
 
     def summed(self, groups: list[Group]) -> _Side:
-        """Compute parts one after the other; what is kept of each is its share of the loss and the gradient."""
+        """Compute parts one after the other, and return the weighted sum of their losses and gradients."""
         loss, size, norm = 0.0, 0.0, 0.0
         total: Gradients | None = None
         for group in groups:
@@ -200,12 +206,12 @@ class _Parts:
                 continue
             norm += side.norm * group.share
             none: Gradients = [None] * len(side.gradients)
-            before_it = none if total is None else total
-            total = [_minus(one, part, -group.share) for one, part in zip(before_it, side.gradients, strict=True)]
+            so_far = none if total is None else total
+            total = [_minus(partial, part, -group.share) for partial, part in zip(so_far, side.gradients, strict=True)]
         return _Side(loss, total, norm, size)
 
     def _side(self, group: Group) -> _Side:
-        """Compute some samples; without their gradients where numbers were drawn that are others in each part."""
+        """Compute some samples; without gradients if random numbers were drawn that differ between parts."""
         batch = group.make()
         loss = self._loss(batch, group)
         if loss is None:
@@ -214,62 +220,59 @@ class _Parts:
         if not self._gradients or self.by_chance or not loss.requires_grad:
             return _Side(float(loss.detach()), None)
         self._before.drop_gradients()
-        with self._draws:  # what is computed again in the backward draws again
+        with self._draws:  # activation checkpointing draws again in the backward
             torch.autograd.backward(loss * self._scale)
-        found = self._before.drop_gradients()
-        return _Side(float(loss.detach()), found, _norm(found))
+        gradients = self._before.drop_gradients()
+        return _Side(float(loss.detach()), gradients, _norm(gradients))
 
     def _loss(self, batch: Any, group: Group) -> Any:
-        """Return a part's loss: with a graph where gradients are wanted, or the step itself wants one."""
+        """Return a part's loss, with a graph if gradients are wanted or the step itself needs one."""
         try:
             return self._forward(batch, group)
         except RuntimeError as error:
             if self._graph or is_out_of_memory(error):
                 raise
-            self._graph = True  # it differentiates within the step: a gradient penalty
+            self._graph = True  # the step itself differentiates: a gradient penalty
             return self._forward(batch, group)
 
     def _forward(self, batch: Any, group: Group) -> Any:
+        """Run the step on a part."""
         self.begin()
         self._draws.begin_part(group.rows)
         with torch.set_grad_enabled(self._graph), self._draws:
             return loss_of(self._step(batch, 0))
 
 
-def _compared(trainer: Trainer, before: Before, one: _Side, other: _Side, scale: float, draws: bool) -> Look:
-    """Compare what the same samples come to in two ways."""
-    if one.loss is None or other.loss is None:
+def _compared(trainer: Trainer, before: Before, a: _Side, b: _Side, scale: float, draws: bool) -> Look:
+    """Compare the results of the same samples grouped in two ways, by loss and then by gradients."""
+    if a.loss is None or b.loss is None:
         return Look("", False)
-    relative, unit = _rounding(trainer, before.parameters)
-    allowed = _RANDOM if draws else max(relative, _ROUNDING)
-    finite = math.isfinite(one.loss)
-    if finite != math.isfinite(other.loss) or (
-        finite and abs(other.loss - one.loss) > allowed * max(other.size, one.size) + 1e-6
-    ):
-        return Look(
-            f"the loss of some samples is {one.loss:.4g}, and {other.loss:.4g} when they are parted otherwise", False
-        )
-    if one.gradients is None or other.gradients is None:
+    tolerance, unit = _rounding(trainer, before.parameters)
+    allowed = _RANDOM if draws else max(tolerance, _ROUNDING)
+    finite = math.isfinite(a.loss)
+    if finite != math.isfinite(b.loss) or (finite and abs(b.loss - a.loss) > allowed * max(b.size, a.size) + 1e-6):
+        return Look(f"the loss of some samples is {a.loss:.4g}, and {b.loss:.4g} when they are parted otherwise", False)
+    if a.gradients is None or b.gradients is None:
         return Look("", False)
-    norms = _norm(one.gradients), _norm(other.gradients)
-    off = _norm([_minus(left, right, 1.0) for left, right in zip(one.gradients, other.gradients, strict=True)])
-    if not math.isfinite(off):
-        # Single samples have larger gradients than their mean: fp16 may hold the one and not the other.
+    norms = _norm(a.gradients), _norm(b.gradients)
+    distance = _norm([_minus(left, right, 1.0) for left, right in zip(a.gradients, b.gradients, strict=True)])
+    if not math.isfinite(distance):
+        # A single sample may have larger gradients than a mean: in fp16 the one may overflow, and the other not.
         if scale == 1.0 and math.isfinite(norms[0]) != math.isfinite(norms[1]):
             return Look("gradients of some samples are finite, and not when they are parted otherwise", True)
         return Look("", False)
-    largest = max(one.norm, other.norm)
-    # Where little is left to learn, the gradient itself is what rounding makes of numbers as large as the loss.
+    largest = max(a.norm, b.norm)
+    # Where little is left to learn, the gradient itself consists of rounding errors of numbers as large as the loss.
     weights = _norm([part for part in before.parameters if part.requires_grad])
-    left = 8 * unit * scale * max(1.0, abs(one.loss)) / (weights or 1.0)
-    if off <= relative * largest + left:
+    noise_floor = 8 * unit * scale * max(1.0, abs(a.loss)) / (weights or 1.0)
+    if distance <= tolerance * largest + noise_floor:
         return Look("", True)
-    return Look(f"gradients of some samples, parted in two ways, are {100 * off / largest:.2g} % apart", True)
+    return Look(f"gradients of some samples, parted in two ways, are {100 * distance / largest:.2g} % apart", True)
 
 
 def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:
-    """Return what rounding may make of a gradient, as a share of it, and the unit of it in its formats."""
-    kinds = {one.dtype for one in parameters if one.requires_grad}
+    """Return the tolerance for gradients, as a share of them, and the unit roundoff of the formats in use."""
+    kinds = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     narrow = "16" in str(trainer.config.precision) or any(kind.itemsize < 4 for kind in kinds)
     if narrow or torch.get_float32_matmul_precision() == "medium":
         return _ROUNDING_16, 2.0**-8
@@ -278,10 +281,11 @@ def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:
     return _ROUNDING, 2.0**-23
 
 
-def _minus(whole: torch.Tensor | None, part: torch.Tensor | None, share: float) -> torch.Tensor | None:
+def _minus(total: torch.Tensor | None, part: torch.Tensor | None, share: float) -> torch.Tensor | None:
+    """Return `total - share * part`, where None is zero."""
     if part is None:
-        return whole
-    return part * -share if whole is None else whole - part * share
+        return total
+    return part * -share if total is None else total - part * share
 
 
 def _norm(tensors: Gradients | list[torch.Tensor]) -> float:
@@ -296,9 +300,9 @@ def _norm(tensors: Gradients | list[torch.Tensor]) -> float:
 
 @contextlib.contextmanager
 def _resting(module: torch.nn.Module) -> Iterator[None]:
-    """Let BatchNorm and dropout rest, in which samples differ by who is beside them, and by chance.
+    """Switch BatchNorm and dropout off within the block: they make samples depend on their neighbours, or on chance.
 
-    Dropout that is a number of a module (`nn.LSTM(dropout=0.1)`, `attention_dropout`, `drop_prob`) as well.
+    Also dropout that is a plain number of a module (`nn.LSTM(dropout=0.1)`, `attention_dropout`, `drop_prob`).
     """
     resting = [part for part in module.modules() if isinstance(part, _BatchNorm | _DropoutNd) and part.training]
     chances = [

@@ -1,4 +1,9 @@
-"""The forward and backward of one batch, in parts; with "auto" in smaller ones where memory runs out."""
+"""Run the forward and backward of a batch in parts; with "auto", in smaller parts when memory runs out.
+
+`_Parts` splits a batch, runs each part with its share of the loss, and merges outputs and logged values. With a number,
+that is all. With "auto", `_Tried` runs a batch with the size that has worked so far, restores the state when memory
+runs out, and tries again with half the size. On several ranks, all ranks repeat an attempt if one must.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +33,21 @@ if TYPE_CHECKING:
 
 Called = Callable[..., Any]
 
-_THROUGH = 1 << 40  # what a rank says that is through with its batch: more samples than there are
+_DONE = 1 << 40  # proposal of a rank that is done with its batch: larger than any size, so smaller proposals win
 
 
 def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Called, backward: Called) -> Called:
-    """Return `(batch, batch_idx, first)` -> what training_step gives for all; gradients are those of the whole batch.
+    """Return `(batch, batch_idx, first)` -> the output of training_step for the whole batch. Leaves its gradients.
 
     Args:
-        trainer: Its flag `microbatch` says how.
-        hooks: Among them the module's `split_batch` and `loss_terms`.
+        trainer: Its flag `microbatch` sets the size.
+        hooks: Its hooks, among them the module's `split_batch` and `loss_terms`.
         training_step: `(batch, batch_idx)` -> a loss that is a mean over the batch.
-        clear: `(batch_idx)`, which drops gradients at the start of a window.
-        backward: `(loss)`, which differentiates.
+        clear: `(batch_idx)`; clears gradients at the start of an accumulation window.
+        backward: `(loss)`; computes gradients.
 
     Raises:
-        HastenError: Parts would not come to the gradient of the whole.
+        HastenError: The parts' gradients would not add up to that of the whole.
     """
     refuse(trainer)
     for name in ("backward", "on_after_backward"):
@@ -57,7 +62,7 @@ def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Calle
 
 
 class _Part(NamedTuple):
-    """A part of a batch: how much its loss counts (the sum over the parts is 1), and how many samples it has."""
+    """A part of a batch, the weight of its loss (weights of all parts add up to 1), and its number of samples."""
 
     batch: Any
     share: float
@@ -72,7 +77,7 @@ class _Parts:
     """
 
     def __init__(self, trainer: Trainer, hooks: Hooks, training_step: Called, clear: Called, backward: Called) -> None:
-        self.tries = trainer.config.microbatch == "auto"  # and exchanges gradients when all ranks are through
+        self.tries = trainer.config.microbatch == "auto"  # then gradients are exchanged only when all ranks are done
         self.exchange = trainer.engine.strategy.exchange(self.tries)
         self.clear = clear
         self.step = training_step
@@ -90,11 +95,11 @@ class _Parts:
         self._counts_terms = own_split is not None
         self._iterated = Iterated(trainer.model)
         self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
-        self._looked = 0  # windows whose first batch was split
-        self._differed = False  # whether samples of several labels were looked at
+        self._looked = 0  # accumulation windows whose first batch was split
+        self._differed = False  # whether a batch with different labels was checked
 
     def fixed(self, batch: Any, batch_idx: int, first: bool) -> Any:
-        """Differentiate in parts of so many samples as the flag says."""
+        """Run a batch in parts of the size that the flag gives."""
         parts = self.of(batch, self._size())
         self._begin(batch_idx, first)
         if len(parts) > 1 and first:
@@ -110,17 +115,17 @@ class _Parts:
 
     @property
     def board(self) -> LoggedValues:
-        """Where values are logged."""
+        """The board that values are logged to."""
         board = self._trainer.engine.board
         assert board is not None
         return board
 
     def count(self, batch: Any) -> int:
-        """Return how many samples a batch has; where its own `split_batch` alone can tell, at most so many."""
+        """Return the number of samples in a batch; at most that many if only its own `split_batch` can tell."""
         return samples_in(batch) or (int(self._terms(batch)) if self._counts_terms and self._terms else 0)
 
     def of(self, batch: Any, size: int) -> list[_Part]:
-        """Return the parts of a batch; those that do not count are left out."""
+        """Return the parts of a batch, without those whose weight is 0."""
         parts = list(self._split(batch, size))
         if len(parts) == 1:
             return [_Part(batch, 1.0, 0)]
@@ -129,24 +134,25 @@ class _Parts:
         return [_Part(part, share, count) for part, share, count in together if share]
 
     def _counts(self, parts: list[Any], batch: Any, size: int) -> list[int]:
-        """Return how many samples each part has: as it was cut, since a list of one may look like something else."""
+        """Return the samples of each part, from the cuts: a list of one entry may look like something else."""
         if self._counts_terms:
             return [samples_in(part) for part in parts]
-        whole = samples_in(batch)
-        return [min(size, whole - start) for start in range(0, whole, size)][: len(parts)]
+        samples = samples_in(batch)
+        return [min(size, samples - start) for start in range(0, samples, size)][: len(parts)]
 
     def _begin(self, batch_idx: int, first: bool) -> None:
+        """Clear gradients at the start of an accumulation window."""
         if first and not self._trainer.engine.optimizing.skips_backward:
             self.clear(batch_idx)
 
     def keep(self, batch_idx: int, first: bool) -> Before:
-        """Begin a batch, and return what it stands on."""
+        """Begin a batch, and return the saved state from before it."""
         self._begin(batch_idx, first)
         self._before.take()
         return self._before
 
     def run(self, parts: list[_Part], batch_idx: int, log: Log | None = None) -> Any:
-        """Run the parts, one after the other; what training_step would give for all of them together."""
+        """Run the parts one after the other; return what training_step would return for the whole batch."""
         outputs = []
         if len(parts) > 1:
             self._iterated.take()
@@ -178,6 +184,7 @@ class _Parts:
         return output_of(outputs, [part.samples for part in parts], [part.share for part in parts])
 
     def _differentiate(self, part: Any, share: float, batch_idx: int) -> Any:
+        """Run training_step on a part, and the backward of its weighted loss; return the step's output."""
         trainer = self._trainer
         trainer.model.__dict__["_current_fx_name"] = "training_step"
         output = self.step(part, batch_idx)
@@ -190,14 +197,15 @@ class _Parts:
         return output
 
     def _shares(self, parts: list[Any], counts: list[int]) -> list[float]:
-        """Return how much each part's loss counts: by the terms that it is a mean over, or its samples."""
+        """Return the weight of each part's loss: by the terms that it is a mean over, or by its samples."""
         return _shares_of(counts if self._terms is None else [float(self._terms(part)) for part in parts])
 
     def look(self, batch: Any) -> None:
-        """Look whether parts add up, at the first batch that is split and, ever more rarely, at later ones.
+        """Check that parts add up, at the first batch that is split and, ever more rarely, at later ones.
 
-        The 4th, the 16th: sentences of the first may all be of one length. And at the first whose labels differ.
-        Call it at the beginning of a window, when there are no gradients that would have to be kept.
+        At the 4th, the 16th and so on, since sentences of the first batch may all have the same length; and at the
+        first batch whose labels differ. Call it at the beginning of an accumulation window, when no gradients must be
+        kept.
         """
         self._looked += 1
         differ = not self._differed and not self._counts_terms and labels_differ(batch)
@@ -209,24 +217,26 @@ class _Parts:
         """Compare samples in parts with the same samples in other parts: the loss, and its gradients.
 
         Args:
-            batch: What they are taken of.
-            gradients: Whether to compare them; memory may just have run out, which losses need less of.
+            batch: The batch to take samples from.
+            gradients: Whether to compare gradients. Losses alone need less memory, which may just have run out.
 
         Raises:
-            HastenError: They do not add up.
+            HastenError: The parts do not add up.
         """
-        with without_noise():  # under which `hasten check` runs a training to learn its rounding
-            found = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
-        if found.wrong:
+        with (
+            without_noise()
+        ):  # off during the check: `hasten check` runs a training with added noise to learn its rounding
+            result = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
+        if result.wrong:
             over = "samples" if self._terms is None else "what loss_terms counts"
             raise misconfigured(
-                f"microbatch: {found.wrong}: training_step does not return a mean over {over}",
-                found.fix
+                f"microbatch: {result.wrong}: training_step does not return a mean over {over}",
+                result.fix
                 or "return a mean over the samples; over something else (tokens that are not padding), define"
                 " loss_terms(self, batch) in the module: how many terms the mean of this batch is over. A loss that"
                 " compares the samples of a batch (contrastive) cannot be computed in parts",
             )
-        if gradients and not found.gradients and self._terms is None:
+        if gradients and not result.gradients and self._terms is None:
             self._trainer.say(
                 "microbatch: parts count by their samples, and whether their gradients add up could not be seen (random"
                 " numbers, or memory); a loss that is a mean over tokens, or anything else, needs loss_terms(self,"
@@ -235,11 +245,16 @@ class _Parts:
             )
 
     def _found(self, batch: Any, gradients: bool) -> Look:
+        """Return the result of a check, and restore the state from before it."""
         groupings = self._groupings(batch)
         if len(groupings) < 2:
             return Look("", False)
-        compiled = [one for one in self._trainer.engine.run.techniques if one.name == "compile" and one.active]
-        for technique in compiled:  # which would compile for these two shapes as well
+        compiled = [
+            technique
+            for technique in self._trainer.engine.run.techniques
+            if technique.name == "compile" and technique.active
+        ]
+        for technique in compiled:  # it would compile for the shapes of the groups too
             technique.off()
         self._before.take()
         try:
@@ -251,50 +266,56 @@ class _Parts:
                 technique.on()
 
     def _groupings(self, batch: Any) -> list[list[Group]]:
-        """Return the same samples in parts of several kinds, none larger than what is computed together anyway."""
+        """Return the same samples grouped in several ways; no part is larger than those of a real step."""
         size = max(2, self._size())
-        if self._counts_terms:  # only the module can cut it, in order
-            cuts = [self._split(batch, one) for one in sorted({size, (size + 1) // 2, max(1, size // 3)}, reverse=True)]
+        if self._counts_terms:  # only the module's split_batch can cut it, in order
+            cuts = [
+                self._split(batch, width) for width in sorted({size, (size + 1) // 2, max(1, size // 3)}, reverse=True)
+            ]
             cuts = [parts for place, parts in enumerate(cuts) if not place or len(parts) != len(cuts[place - 1])]
             return [self._grouped(parts, _places(parts), _itself) for parts in cuts]
         rows = groupings(self.count(batch), size)
         return [self._grouped(parts, parts, functools.partial(chosen, batch)) for parts in rows]
 
     def _grouped(self, parts: list[Any], rows: Sequence[Sequence[int]], make: Called) -> list[Group]:
-        """Return parts that are made when they are needed, and how much each counts."""
+        """Return groups that are made when they are needed, with their weights."""
         shares = _shares_of(
             [
-                len(one) if self._terms is None else float(self._terms(make(part)))
-                for part, one in zip(parts, rows, strict=True)
+                len(places) if self._terms is None else float(self._terms(make(part)))
+                for part, places in zip(parts, rows, strict=True)
             ]
         )
         together = zip(parts, shares, rows, strict=True)
         return [Group(functools.partial(make, part), share, places) for part, share, places in together if share]
 
     def _size(self) -> int:
+        """Return the current size of parts; 2 before "auto" has found one."""
         flag = self._trainer.config.microbatch
         return flag if isinstance(flag, int) else self._trainer.progress.microbatch or 2
 
 
 def _itself(part: Any) -> Any:
+    """Return a part that is made already."""
     return part
 
 
 def _places(parts: list[Any]) -> list[range]:
-    """Return the places in the batch of the samples of parts that are in order."""
+    """Return the indices of the samples of parts that are in order."""
     ends = list(itertools.accumulate(map(samples_in, parts)))
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _shares_of(terms: Sequence[float]) -> list[float]:
+    """Return numbers of terms as shares that add up to 1; equal shares if there are no terms."""
     total = math.fsum(terms)
-    return [one / total for one in terms] if total else [1.0 / len(terms)] * len(terms)
+    return [count / total for count in terms] if total else [1.0 / len(terms)] * len(terms)
 
 
 class _Tried:
-    """Runs whole batches, or parts as large as memory allowed so far, and halves them where it runs out.
+    """Runs a batch whole, or in parts as large as memory has allowed so far, and halves them when it runs out.
 
-    Ranks agree after each try, before anything but buffers is exchanged: all of them are through, or all try again.
+    Ranks agree after each attempt, before anything but buffers is exchanged: either all of them are done, or all repeat
+    it.
     """
 
     def __init__(self, trainer: Trainer, parts: _Parts) -> None:
@@ -309,11 +330,12 @@ class _Tried:
         if exchange is not None:
             exchange.begin()
         while True:
-            size = min(progress.microbatch or _THROUGH, parts.count(batch) or _THROUGH)
+            size = min(progress.microbatch or _DONE, parts.count(batch) or _DONE)
             log = Log(parts.board)
             output, error = self._try(batch, batch_idx, size, log)
-            agreed, have = self._agree(_THROUGH if error is None else size // 2 + size % 2 if size > 1 else 0)
-            if agreed == _THROUGH:
+            # On failure, propose half the size, rounded up; 0: a single sample does not fit.
+            agreed, have = self._agree(_DONE if error is None else size // 2 + size % 2 if size > 1 else 0)
+            if agreed == _DONE:
                 if exchange is not None:
                     exchange.end(have)
                 before.drop()
@@ -332,9 +354,9 @@ class _Tried:
             self._go_on_with(agreed, batch)
 
     def _try(self, batch: Any, batch_idx: int, size: int, log: Log) -> tuple[Any, str | None]:
-        """Return what training_step gave, and None; or what was said where memory ran out.
+        """Return the output of training_step and None, or None and the message of an out-of-memory error.
 
-        The error itself is let go here, and with its frames the activations that they hold.
+        The error itself is dropped here, and with its frames the activations that they keep alive.
         """
         before = versions(tensors(batch))
         try:
@@ -348,7 +370,7 @@ class _Tried:
             if not is_out_of_memory(error):
                 raise
             if not self._parts.count(batch):
-                split(batch, 1)  # raises: nobody knows how many samples there are
+                split(batch, 1)  # raises an error: the number of samples is unknown
             if versions(tensors(batch)) != before:
                 raise HastenError(
                     "memory ran out, and training_step had changed its batch in place by then, so that it cannot be"
@@ -358,11 +380,12 @@ class _Tried:
             return None, str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def _agree(self, proposal: int) -> tuple[int, list[bool]]:
+        """Return the smallest proposal of all ranks, and which parameters have a gradient on any rank."""
         exchange = self._parts.exchange
         return (proposal, []) if exchange is None else exchange.agree(proposal)
 
     def _go_on_with(self, size: int, batch: Any) -> None:
-        """Compute fewer samples at a time from here on, if that comes to the same."""
+        """Compute fewer samples at a time from now on; the first time, check that parts add up."""
         trainer = self._trainer
         first = trainer.progress.microbatch is None
         trainer.progress.microbatch = size

@@ -1,4 +1,4 @@
-"""Why a step cannot be computed in microbatches with the same result."""
+"""Refuse trainings whose steps cannot be computed in microbatches with the same result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def refuse(trainer: Trainer) -> None:
-    """Raise where the parts of a batch would not come to what the whole batch comes to.
+    """Raise where the parts of a batch would not give the result of the whole batch.
 
     Raises:
-        HastenError: Says why, and what to do.
+        HastenError: The message says why, and what to do.
     """
     flag, module = trainer.config.microbatch, trainer.model
     given = f"microbatch={flag!r}"

@@ -1,4 +1,9 @@
-"""Splits a batch into parts of so many samples each."""
+"""Split a batch into parts with a given number of samples.
+
+Most batches are columns: tensors with a row per sample, in nested containers. Some are lists with an entry per sample:
+a detector's images and targets, texts. A list of three images of three channels looks like three columns of three
+samples, so the helpers below guess from what is beside a list which of the two it is.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,10 @@ _BY_HAND = "define split_batch(self, batch, size) in the module: it returns the 
 
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch has: rows of its first tensor that has any, or entries of its lists.
+    """Return the number of samples in a batch: the rows of its first tensor that has rows, or the entries of its lists.
 
-    Entries count where lists hold what cannot be columns: a detector's `(images, targets)`, a list of `(image, label)`,
-    a list of texts. 0 where nobody knows.
+    Entries count if the lists cannot be columns: a detector's `(images, targets)`, a list of `(image, label)`, a list
+    of texts. 0 if unknown.
     """
     if lists := _lists_of_samples(batch):
         return len(lists[0])
@@ -31,18 +36,18 @@ def samples_in(batch: Any) -> int:
 
 
 def split(batch: Any, size: int) -> list[Any]:
-    """Return a batch in parts of `size` samples; the last has what is left.
+    """Return a batch in parts of `size` samples; the last part has the remaining ones.
 
-    Tensors and arrays are cut along their first dimension (views: nothing is copied), in nested lists, tuples, dicts
-    and dataclasses. So are lists with an entry a sample: texts, a detector's images and the dicts of its targets.
-    Numbers, texts and tensors of no dimension go to each part as they are.
+    Tensors and arrays are cut along their first dimension (as views, without a copy), in nested lists, tuples, dicts
+    and dataclasses. Lists with an entry per sample are cut too: texts, a detector's images and the dicts of its
+    targets. Numbers, texts and 0-dim tensors go to each part unchanged.
 
     Args:
-        batch: Any structure that a loader gives; one with no more than `size` samples is its own only part.
-        size: Samples of a part.
+        batch: Any structure that a loader may return; with no more than `size` samples, it is the only part.
+        size: Samples per part.
 
     Raises:
-        HastenError: Something in the batch has no row for each sample, or is nothing that can be cut.
+        HastenError: Something in the batch has no row per sample, or cannot be cut.
     """
     count = samples_in(batch)
     if not count:
@@ -54,20 +59,23 @@ def split(batch: Any, size: int) -> list[Any]:
 
 
 def chosen(batch: Any, rows: list[int]) -> Any:
-    """Return a copy of these samples of a batch that `split` can split, in this order."""
+    """Return a copy of the samples at these indices of a batch, in this order; for batches that `split` can split."""
     count = samples_in(batch)
     return mapped(batch, _Leaves(batch, count), _Cut(count, rows))
 
 
 def labels_differ(batch: Any) -> bool:
-    """Whether a tensor with one number a sample (labels, lengths) does not have the same number for all of them."""
+    """Return whether a tensor with one number per sample (labels, lengths) holds different numbers."""
     count = samples_in(batch)
-    labels = [one for one in tensors(batch) if one.dim() and len(one) == one.numel() == count]
-    return any(bool((one != one[:1]).any()) for one in labels)
+    labels = [tensor for tensor in tensors(batch) if tensor.dim() and len(tensor) == tensor.numel() == count]
+    return any(bool((tensor != tensor[:1]).any()) for tensor in labels)
 
 
 class _Leaves:
-    """What is cut as a whole, or cannot be; `isinstance` asks it, so that `mapped` goes into everything else."""
+    """Stand-in for a type: `isinstance` asks it which parts of a batch are cut as a whole, or cannot be cut.
+
+    `mapped` descends into all other parts.
+    """
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
@@ -76,31 +84,32 @@ class _Leaves:
     def __instancecheck__(self, part: Any) -> bool:
         if isinstance(part, torch.Tensor | numpy.ndarray | PackedSequence):
             return True
-        if any(part is one for one in self._lists):
+        if any(part is samples for samples in self._lists):
             return True
         if isinstance(part, list | tuple) and not hasattr(part, "_fields"):
             return self._has_entry_a_sample(part)
         return isinstance(part, MOVABLE) and not isinstance(part, Mapping) and not dataclasses.is_dataclass(part)
 
     def _has_entry_a_sample(self, part: list[Any] | tuple[Any, ...]) -> bool:
-        """Whether a list has an entry for each sample, rather than a column: texts, or boxes, as many as there are.
+        """Return whether a list has an entry per sample (texts, or boxes of varying number) rather than columns.
 
-        `[x, y]` of two samples is columns: each has two rows. So is a batch itself, but for one of texts alone.
+        `[x, y]` of two samples has as many entries as samples, but is columns: each has two rows. So is the batch
+        itself, unless it is a list of texts.
         """
         if len(part) != self._count or self._are_columns_and_constants(part):
             return False
         rows = [len(tensor) if tensor.dim() else 0 for tensor in tensors(part)]
-        return not rows or (part is not self._batch and any(one != self._count for one in rows))
+        return not rows or (part is not self._batch and any(length != self._count for length in rows))
 
     def _are_columns_and_constants(self, part: list[Any] | tuple[Any, ...]) -> bool:
-        """Whether it is columns of all samples beside what is the same for each: `(x, weight)`, of two samples."""
-        columns = [one for one in part if _rows(one) == self._count]
-        others = [one for one in part if _rows(one) != self._count]
-        return bool(columns) and bool(others) and all(_rows(one) is None for one in others)
+        """Return whether a list is columns beside values that all samples share: `(x, weight)`, with two samples."""
+        columns = [entry for entry in part if _rows(entry) == self._count]
+        others = [entry for entry in part if _rows(entry) != self._count]
+        return bool(columns) and bool(others) and all(_rows(entry) is None for entry in others)
 
 
 class _Cut:
-    """Cuts leaves of one part: a slice of the samples (tensors stay views), or those at some places (copies)."""
+    """Cuts the leaves for one part: a slice of the samples (tensors stay views), or samples at indices (copies)."""
 
     def __init__(self, count: int, rows: slice | list[int]) -> None:
         self._count, self._rows = count, rows
@@ -123,52 +132,55 @@ class _Cut:
 
 
 def _rows(entry: Any) -> int | None:
-    """Return how long a column is; None: it is a single value."""
+    """Return the length of a column; None: it is a single value."""
     if isinstance(entry, torch.Tensor | numpy.ndarray):
         return len(entry) if entry.ndim else None
     return len(entry) if isinstance(entry, list | tuple | Mapping) else None
 
 
 def _lists_of_samples(batch: Any) -> list[list[Any] | tuple[Any, ...]]:
-    """Return the lists in a batch, or the batch itself, that have an entry a sample; none where they may be columns.
+    """Return the lists in a batch, or the batch itself, that have an entry per sample; none if they may be columns.
 
-    A list of three images of three channels has three rows in each tensor, as three columns of three samples have: what
-    is beside them tells. `(images, targets)` and `(images, labels)` do, two lists of tensors do not.
+    A list of three images of three channels has three rows in each tensor, as three columns of three samples have.
+    Other entries of the batch can decide it: `(images, targets)` and `(images, labels)` do, two lists of tensors do
+    not.
     """
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields") and len(batch) > 1 and _are_samples(batch):
         return [batch]
     columns = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     lists = [column for column in columns if isinstance(column, list | tuple)]
-    whole = [one for one in columns if isinstance(one, torch.Tensor | numpy.ndarray) and one.ndim]
-    lengths = {*map(len, lists), *map(len, whole)}
+    arrays = [column for column in columns if isinstance(column, torch.Tensor | numpy.ndarray) and column.ndim]
+    lengths = {*map(len, lists), *map(len, arrays)}
     kinds = [{*map(_kind, column)} for column in lists]
-    if len(lists) + len(whole) < 2 or len(lengths) != 1 or any(len(kind) != 1 for kind in kinds):
+    if len(lists) + len(arrays) < 2 or len(lengths) != 1 or any(len(kind) != 1 for kind in kinds):
         return []
     rows = [{len(tensor) for tensor in tensors(column) if tensor.dim()} for column in lists]
-    for column, of in zip(lists, rows, strict=True):
-        sentences = len(of) > 1 or (of and whole and of != lengths)  # no columns of one number of samples
-        others = whole or any(kind != {"Tensor"} for kind in kinds) or any(other != of for other in rows)
+    for column, own_rows in zip(lists, rows, strict=True):
+        # Tensors of different lengths (sentences), or of another length than the arrays beside them, are no columns.
+        sentences = len(own_rows) > 1 or (own_rows and arrays and own_rows != lengths)
+        # Images are taken for samples only if something beside them is not like them: labels, dicts, other tensors.
+        others = arrays or any(kind != {"Tensor"} for kind in kinds) or any(other != own_rows for other in rows)
         if sentences or (others and _are_images(column)):
             return lists
     return []
 
 
 def _are_images(column: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether these are images, color by color."""
-    return all(isinstance(one, torch.Tensor) and one.dim() == 3 and len(one) in (1, 3, 4) for one in column)
+    """Return whether all entries are images with the channels first."""
+    return all(isinstance(entry, torch.Tensor) and entry.dim() == 3 and len(entry) in (1, 3, 4) for entry in column)
 
 
 def _are_samples(entries: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether these are `(image, label)` each, or such a dict: what columns would not have, in which all are alike."""
-    parts = [tuple(one.values()) if isinstance(one, Mapping) else one for one in entries]
-    if not all(isinstance(one, tuple | list) and len(one) > 1 for one in parts):
+    """Return whether all entries are samples, as `(image, label)` or a dict of both: columns do not mix types."""
+    samples = [tuple(entry.values()) if isinstance(entry, Mapping) else entry for entry in entries]
+    if not all(isinstance(sample, tuple | list) and len(sample) > 1 for sample in samples):
         return False
-    kinds = {tuple(map(_kind, one)) for one in parts}
+    kinds = {tuple(map(_kind, sample)) for sample in samples}
     return len(kinds) == 1 and {*kinds.pop()} in ({"Tensor", "int"}, {"Tensor", "float"}, {"Tensor", "str"})
 
 
 def _kind(entry: Any) -> str:
-    """Return what an entry is, as far as entries of one list are alike in it."""
+    """Return a name of the type of an entry; entries of one list of samples have the same."""
     if isinstance(entry, torch.Tensor):
         return "Tensor"
     return f"dict of {sorted(map(str, entry))}" if isinstance(entry, Mapping) else type(entry).__name__
