@@ -35,7 +35,7 @@ from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, for
 from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import Ended
+from hasten.check.runs import FinishedRun
 from hasten.evidence import this_machine
 from hasten.plan import Setting
 from hasten.taps.config import VARIABLE
@@ -55,7 +55,7 @@ class Forks:
         self.script = folder / "train.py"
         self.script.write_text(script)
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
         config = config_of(plan, witness, folder, saved, ("train.py",), self.options)
         child = os.fork()
         if child == 0:

@@ -38,7 +38,7 @@ from hand_tuned import BENCHMARKS, machine
 from regret_scripts import OWN, PUBLIC, Failed, Training, trainings, tuned
 
 from hasten.files import write_whole
-from hasten.online.cpu_contention import Reading
+from hasten.online.cpu_contention import CpuReading
 from hasten.plan import Plan
 from hasten.tuner.training_key import without_paths
 
@@ -140,7 +140,7 @@ def next_round(training: Training, row: Row, args: argparse.Namespace) -> Step |
 def run_round(training: Training, row: Row, numbers: Sequence[int], until: float) -> None:
     """Run these plans one after the other, every other round backwards; no further one once the time is over."""
     seconds: dict[str, float] = {}
-    start, reading = time.perf_counter(), Reading()
+    start, reading = time.perf_counter(), CpuReading()
     with tempfile.TemporaryDirectory() as scratch:
         for at in numbers[:: -1 if len(row["rounds"]) % 2 else 1]:
             if time.monotonic() > until:  # runs took longer than expected; what ran beside plain Python counts

@@ -14,7 +14,7 @@ import pytest
 from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import CheckTimeoutError, Ended
+from hasten.check.runs import CheckTimeoutError, FinishedRun
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 from hasten.tuner.check import CheckOptions, config_of, ended
@@ -72,7 +72,7 @@ class ForkedRuns:
         self.options = options
         self.left = math.inf  # runs for which there is time
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
         self.left -= 1
         if self.left < 0:
             raise CheckTimeoutError("the check's time was over before its runs were")

@@ -12,7 +12,7 @@ from hasten.evidence import (
     LoaderFacts,
     Machine,
     ModelFacts,
-    Use,
+    MachineUse,
 )
 
 MACHINE = Machine("a CPU", 8, 32 * 2**30, 16 * 2**30, "cpu", (), "Linux", "3.12")
@@ -31,7 +31,7 @@ def model(device: str = "cpu") -> ModelFacts:
     return ModelFacts("Net", 1000, 1000, {"Linear": 2}, "float32", device, False, "", 100, 0, 0, False, ((32, 8),))
 
 
-def use(cpu: float, steps: int = 100, step: float = 0.1, workers: float = 0.0, **columns: Any) -> Use:
+def use(cpu: float, steps: int = 100, step: float = 0.1, workers: float = 0.0, **columns: Any) -> MachineUse:
     """A steady use of the machine, sampled four times a second from before the first step to the last."""
     count = int(steps * step * 4) + 8
     at = tuple(index * 0.25 - 1.0 for index in range(count))
@@ -51,7 +51,7 @@ def use(cpu: float, steps: int = 100, step: float = 0.1, workers: float = 0.0, *
     }
     given = {name: columns.pop(name) for name in list(columns) if name in flat}
     made = {name: (value,) * count for name, value in {**flat, **given}.items()}
-    return Use(at=at, cores=columns.pop("cores", (cpu / 8,) * 8), gpus=columns.pop("gpus", ()), **made)
+    return MachineUse(at=at, cores=columns.pop("cores", (cpu / 8,) * 8), gpus=columns.pop("gpus", ()), **made)
 
 
 def run(steps: int = 100, step: float = 0.1, shares: dict[str, float] | None = None, **changes: Any) -> Evidence:

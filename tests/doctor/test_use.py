@@ -11,7 +11,7 @@ import pytest
 
 from hasten.doctor.gpus import Gpus
 from hasten.doctor.use import Sampler
-from hasten.evidence import Use
+from hasten.evidence import MachineUse
 
 BUSY = """
 import multiprocessing, time
@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def used() -> tuple[Use, float]:
+def used() -> tuple[MachineUse, float]:
     """Of a process that sleeps while its child works."""
     origin = time.perf_counter()
     with subprocess.Popen([sys.executable, "-c", BUSY]) as process:
@@ -46,7 +46,7 @@ def _no_driver() -> None:
     raise OSError("no driver")
 
 
-def test_all_columns_are_of_equal_length_and_on_the_evidences_clock(used: tuple[Use, float]) -> None:
+def test_all_columns_are_of_equal_length_and_on_the_evidences_clock(used: tuple[MachineUse, float]) -> None:
     use, seconds = used
     columns = (use.at, use.cpu, use.main, use.workers, use.worker_count, use.rss, use.main_rss, use.shm, use.disk_read)
     assert len({len(column) for column in (*columns, use.disk_write, use.net_in, use.net_out, use.waiting)}) == 1
@@ -56,14 +56,14 @@ def test_all_columns_are_of_equal_length_and_on_the_evidences_clock(used: tuple[
 
 
 @pytest.mark.slow  # trains for as long as py-spy's samples need
-def test_a_worker_is_told_from_the_process_that_trains(used: tuple[Use, float]) -> None:
+def test_a_worker_is_told_from_the_process_that_trains(used: tuple[MachineUse, float]) -> None:
     use, _ = used
     assert max(use.worker_count) == 1
     assert sum(use.workers) > 3 * sum(use.main[3:])
     assert all(whole == pytest.approx(a + b) for whole, a, b in zip(use.cpu, use.main, use.workers, strict=True))
 
 
-def test_memory_and_cores(used: tuple[Use, float]) -> None:
+def test_memory_and_cores(used: tuple[MachineUse, float]) -> None:
     use, _ = used
     assert max(use.main_rss) > 60_000_000
     assert max(use.rss) >= max(use.main_rss)

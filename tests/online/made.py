@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from hasten.online import schedule as module
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import Event, Measured
+from hasten.online.record import Event, MeasuredBlock
 from hasten.plan import Setting
 from hasten.techniques import Liveness
 
@@ -147,7 +147,7 @@ class Host:
 
 def searched(
     machine: Machine, clock: SimpleNamespace, blocks: int, seed: int = 0, out: Collection[int] = ()
-) -> tuple[Course, list[Measured]]:
+) -> tuple[Course, list[MeasuredBlock]]:
     """Run a schedule to its end, a block a second, in steps of 30 ms or less."""
     clock.now = 0.0
     all_ = candidates()
@@ -162,6 +162,6 @@ def searched(
         except StopIteration:
             return course, seen
         seconds = machine.measure({all_[i].name for i in wish.on}) / 20  # so that 20 steps make a block of a second
-        measured = Measured(clock.now, 20 * seconds, 20, tuple(sorted(wish.on)), wish.part)
+        measured = MeasuredBlock(clock.now, 20 * seconds, 20, tuple(sorted(wish.on)), wish.part)
         seen.append(measured)
         clock.now += 1.0

@@ -12,10 +12,10 @@ import pytest
 
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import schedule
 from hasten.taps.config import TrialOptions
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.trial import Trials
 from tests.online.made import Host
@@ -26,7 +26,7 @@ from tests.taps.scripts import PYTHON, write
 # -- made up -----------------------------------------------------------------------------------------------------------
 
 
-def claimed(clock: SimpleNamespace, seconds: float, quiet_from: float) -> list[Measured]:
+def claimed(clock: SimpleNamespace, seconds: float, quiet_from: float) -> list[MeasuredBlock]:
     """The blocks of a claim, a second each, that others disturb until some moment."""
     only = (Candidate("fused_optimizer", True),)
     course = Course(only)
@@ -39,7 +39,7 @@ def claimed(clock: SimpleNamespace, seconds: float, quiet_from: float) -> list[M
             return seen
         disturbed = clock.now < quiet_from
         on = tuple(sorted(wish.on))
-        measured = Measured(clock.now, 1.0, 20, on, wish.part, taken=0.5 * disturbed, disturbed=disturbed)
+        measured = MeasuredBlock(clock.now, 1.0, 20, on, wish.part, taken=0.5 * disturbed, disturbed=disturbed)
         seen.append(measured)
         clock.now += 1.0
 
@@ -106,7 +106,7 @@ def test_neighbours_that_come_and_go(tmp_path: Path, plant: None, monkeypatch: p
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     only = (Candidate("helps", True),)
-    found = Found(Course(only), chosen=frozenset({0}))
+    found = SearchState(Course(only), chosen=frozenset({0}))
     command, options = ("train.py",), TrialOptions("", batches=50)
     trials = Trials([PYTHON, *command], command, tmp_path / "scratch", options, time.monotonic() + 280)
     search = OnlineOptions(only, "", 0.0, 0.0, block_seconds=0.15)

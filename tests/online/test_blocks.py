@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
 from hasten.online import driver as module
-from hasten.online.blocks import Wish
+from hasten.online.blocks import BlockRequest
 from hasten.online.course import Course
 from hasten.online.driver import Driver
 from hasten.online.options import OnlineOptions
-from hasten.online.record import Event, Measured
-from hasten.online.schedule import Host, Wishes
+from hasten.online.record import Event, MeasuredBlock
+from hasten.online.schedule import Host, BlockRequests
 from hasten.switchboard import Switchboard
 
 _BLOCK = 0.1  # seconds
@@ -30,23 +30,23 @@ class Batches:
 class Played:
     """A CPU that takes `call` seconds for a step and queues `work` seconds for the GPU; the search takes `own`."""
 
-    def __init__(self, call: float, work: float, own: float, wishes: list[Wish]) -> None:
+    def __init__(self, call: float, work: float, own: float, wishes: list[BlockRequest]) -> None:
         self.now = self.free = 0.0
         self.call, self.work, self.own, self.asked = call, work, own, wishes
-        self.written: list[Measured] = []
+        self.written: list[MeasuredBlock] = []
         self.over = False
         self.recorder = Recorder(lambda: self.now, on_step=lambda steps: self.driver.on_step(steps))
         options = OnlineOptions((), "", 0.0, 0.0, block_seconds=_BLOCK)
         with patch.object(module, "synchronize", self.sync):
             self.driver = Driver(options, Switchboard([], self.recorder), self.recorder, self.end, self.wishes, self)
 
-    def wishes(self, course: Course, options: OnlineOptions, host: Host) -> Wishes:
+    def wishes(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         for wish in self.asked:
             yield wish
             self.now += self.own
 
-    def write(self, one: Measured | Event) -> None:
-        if isinstance(one, Measured):
+    def write(self, one: MeasuredBlock | Event) -> None:
+        if isinstance(one, MeasuredBlock):
             self.written.append(one)
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class Played:
     def sync(self) -> None:
         self.now = max(self.now, self.free)
 
-    def train(self, batches: int) -> list[Measured]:
+    def train(self, batches: int) -> list[MeasuredBlock]:
         """Train for an epoch after the other until the driver has had its blocks."""
         with patch.object(module, "synchronize", self.sync):
             while not self.over:
@@ -80,7 +80,7 @@ class Played:
 @pytest.mark.parametrize("skip", [0, 2, 3])
 def test_what_the_device_had_still_to_do_counts_in_no_block(skip: int) -> None:
     """The CPU is ten times ahead of the GPU when the steps that do not count are over."""
-    blocks = Played(0.001, 0.01, 0.0, [Wish(frozenset(), "search", skip=skip)] * 4).train(5000)
+    blocks = Played(0.001, 0.01, 0.0, [BlockRequest(frozenset(), "search", skip=skip)] * 4).train(5000)
     assert len(blocks) == 4
     for block in blocks:
         assert block.step_seconds == pytest.approx(0.01, rel=0.02)
@@ -99,7 +99,7 @@ def test_a_block_takes_what_its_steps_take(
     call: float, work: float, own: float, skips: list[int], batches: int
 ) -> None:
     """Whatever the search itself takes between two blocks, and wherever a pass ends."""
-    blocks = Played(call, work, own, [Wish(frozenset(), "search", skip=skip) for skip in [2, *skips]]).train(batches)
+    blocks = Played(call, work, own, [BlockRequest(frozenset(), "search", skip=skip) for skip in [2, *skips]]).train(batches)
     assert len(blocks) == len(skips) + 1
     for block in blocks:
         # The GPU is idle until the block's first step has queued its work, and goes on through steps that do not

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hasten.online import schedule as schedule_room
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import schedule
 from hasten.plan import Setting
 from tests.online.made import KNOWN, Host, Machine, Training, candidates, searched
@@ -40,7 +40,7 @@ def fed(course: Course, effects: dict[int, float], blocks: int = 40, noise: floa
 
 
 @pytest.fixture(scope="module")
-def noisy() -> list[tuple[Training, Course, list[Measured]]]:
+def noisy() -> list[tuple[Training, Course, list[MeasuredBlock]]]:
     """Searches of sixty blocks at 10 % noise, one of each training."""
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(now=0.0)
@@ -54,7 +54,7 @@ def share(training: Training, course: Course) -> float:
     return training.best() / training.seconds({NAMES[i] for i in course.chosen()})
 
 
-def test_sixty_blocks_find_nearly_the_best(noisy: list[tuple[Training, Course, list[Measured]]]) -> None:
+def test_sixty_blocks_find_nearly_the_best(noisy: list[tuple[Training, Course, list[MeasuredBlock]]]) -> None:
     """Over eighty trainings the mean is 0.95; of twelve it scatters by 0.018."""
     found = [share(training, course) for training, course, _ in noisy]
     assert statistics.fmean(found) >= 0.93, found
@@ -81,7 +81,7 @@ def test_where_nothing_helps_nothing_is_spoiled(clock: SimpleNamespace) -> None:
 
 
 def test_searching_itself_is_not_slower_than_the_script(
-    noisy: list[tuple[Training, Course, list[Measured]]],
+    noisy: list[tuple[Training, Course, list[MeasuredBlock]]],
 ) -> None:
     """The blocks of the search ran at the script's own pace or faster, on average over the trainings."""
     paces = []
@@ -133,7 +133,7 @@ def test_compiling_is_weighed_against_what_a_run_pays_for_it(clock: SimpleNamesp
             seconds = (
                 0.015 * (0.8 if 0 in wish.on else 1) * (takes if 1 in wish.on else 1) * math.exp(lot.gauss(0, 0.005))
             )
-            measured = Measured(clock.now, 80 * seconds, 80, tuple(sorted(wish.on)), wish.part)
+            measured = MeasuredBlock(clock.now, 80 * seconds, 80, tuple(sorted(wish.on)), wish.part)
             clock.now += 1.0
     assert plan == ({0, 1} if kept else {0})
     assert ("saves" in course.out.get(1, "")) is not kept

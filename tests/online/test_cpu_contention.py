@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.online import cpu_contention as module
-from hasten.online.cpu_contention import CpuContention, Reading, Room
+from hasten.online.cpu_contention import CpuContention, CpuReading, CoreUsage
 from tests.evidence.test_cgroup import group
 from tests.online.neighbours import neighbours
 
@@ -24,7 +24,7 @@ def test_others_are_in_the_way_where_little_is_idle_or_threads_waited(
     cores: float, seconds: float, others: float, rest: float, waited: float | None
 ) -> None:
     idle = (1 - others) * rest * cores
-    room = Room(cores, seconds, idle * seconds, others * cores * seconds)
+    room = CoreUsage(cores, seconds, idle * seconds, others * cores * seconds)
     assert room.share == pytest.approx(others)
     crowded = room.crowded(waited)
     if others < 0.049 or others * cores * seconds < 0.029:
@@ -36,9 +36,9 @@ def test_others_are_in_the_way_where_little_is_idle_or_threads_waited(
 
 
 def reading(at: float, *, cores: int = 64, idle: float = 0.0, ours: float = 0.0, steal: float = 0.0,
-            waited: float | None = 0.0, group: tuple[float, float] | None = None) -> Reading:  # fmt: skip
+            waited: float | None = 0.0, group: tuple[float, float] | None = None) -> CpuReading:  # fmt: skip
     """A reading with these figures."""
-    made = Reading()
+    made = CpuReading()
     made.at, made.cores, made.ours, made.waited, made.group = at, (cores, idle, steal), ours, waited, group
     return made
 
@@ -73,7 +73,7 @@ def test_steal_disturbs() -> None:
 
 def test_where_the_kernel_tells_nothing_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_cores", lambda: None)
-    assert Reading().taken() == CpuContention(None, None, False)
+    assert CpuReading().taken() == CpuContention(None, None, False)
     assert CpuContention().share is None
 
 
@@ -196,8 +196,8 @@ def test_a_process_whose_name_is_cut_within_a_letter_is_read_as_any_other() -> N
     assert child.stdout is not None
     assert b"\\xc3" in child.stdout.readline()
     try:
-        assert Reading().ours is not None
-        assert Reading().taken().others is not None
+        assert CpuReading().ours is not None
+        assert CpuReading().taken().others is not None
     finally:
         child.communicate(b"\n")
 
@@ -205,7 +205,7 @@ def test_a_process_whose_name_is_cut_within_a_letter_is_read_as_any_other() -> N
 def test_a_root_that_is_gone_is_no_error() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert Reading(gone.pid).ours > 0
+    assert CpuReading(gone.pid).ours > 0
 
 
 def test_it_is_read_without_torch() -> None:

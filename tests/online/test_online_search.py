@@ -14,10 +14,10 @@ import pytest
 from hasten.evidence import read_evidence
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import online_search as module
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.trial import Trials
 from tests.online import planted
@@ -54,9 +54,9 @@ class Searched:
     """A search that is over."""
 
     ok: bool
-    found: Found
+    found: SearchState
     said: list[str]
-    told: list[Measured] = field(default_factory=list)
+    told: list[MeasuredBlock] = field(default_factory=list)
 
     @property
     def names(self) -> set[str]:
@@ -68,7 +68,7 @@ class Searched:
         """What is off for good, and why."""
         return {self.found.course.candidates[i].name: why for i, why in self.found.course.out.items()}
 
-    def blocks(self, *parts: str) -> list[Measured]:
+    def blocks(self, *parts: str) -> list[MeasuredBlock]:
         """The good blocks of these parts."""
         return [one for one in self.found.blocks if one.part in parts and not one.trouble]
 
@@ -95,7 +95,7 @@ def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Sear
         candidates = tuple(Candidate(name, True) for name in names)
         options = OnlineOptions(candidates, "", start + seconds, start + seconds + 2, block_seconds=0.1,
                               validation_share=validation_share, total_steps=10**6)  # fmt: skip
-        found, said, told = Found(Course(candidates, validation_share=validation_share)), [], []
+        found, said, told = SearchState(Course(candidates, validation_share=validation_share)), [], []
         ok = OnlineSearch(trials, found, options, STARTUP, said.append, told.append).search()
         assert list((tmp_path / "scratch").iterdir()) == []
         children = psutil.Process().children(recursive=True)

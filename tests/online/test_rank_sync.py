@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hasten.online import rank_sync
-from hasten.online.rank_sync import Following, Leading, LeadingBoard, Slots
+from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard, Slots
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import Effect, Liveness, Resource, Technique
 from tests.online.test_auto import PLANTED, options
@@ -125,14 +125,14 @@ class Deciding:
 
 
 @pytest.fixture
-def ranks() -> tuple[LeadingBoard, LeadingBoard, Following]:
+def ranks() -> tuple[LeadingBoard, LeadingBoard, FollowingRank]:
     """Rank 0's board and rank 1's, which share a store and wait for each other for a second."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     leads, follows = LeadingBoard([Planted(True)]), LeadingBoard([Planted(True)])
     leads.lead(Slots(store, 1.0), 2)
     recorder: Any = Counting()
-    following = Following(follows, recorder, 1, lambda: None)
+    following = FollowingRank(follows, recorder, 1, lambda: None)
     following._slots = Slots(store, 1.0)
     return leads, follows, following
 
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_answer_finds_all_off_when_it_comes(ranks: Any) -> 
     assert (leads.on, follows.on) == ({}, {})
 
 
-def obeyed(leads: LeadingBoard, following: Following, step: int) -> None:
+def obeyed(leads: LeadingBoard, following: FollowingRank, step: int) -> None:
     """Both ranks come to the end of a step."""
     other = threading.Thread(target=following.on_step, args=(step,))
     other.start()
@@ -161,7 +161,7 @@ def obeyed(leads: LeadingBoard, following: Following, step: int) -> None:
     other.join()
 
 
-def switched(leads: LeadingBoard, following: Following) -> None:
+def switched(leads: LeadingBoard, following: FollowingRank) -> None:
     """Both ranks have the technique on, and train on."""
     other = threading.Thread(target=following.on_step, args=(1,))
     other.start()
@@ -228,7 +228,7 @@ def test_ranks_that_were_started_again_take_no_commands_of_those_before(monkeypa
             try:
                 board, auto = LeadingBoard([Planted(True)]), Deciding()
                 if rank == 0:
-                    Leading(auto, board).on_step(1)  # type: ignore[arg-type]
+                    LeadingRank(auto, board).on_step(1)  # type: ignore[arg-type]
                     assert (board.slots is None, bool(auto.why)) == ((generation == "second",) * 2)
                 else:
                     assert (rank_sync.slots() is None) == (generation == "second")

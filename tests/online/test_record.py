@@ -9,14 +9,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hasten.online.record import Event, Measured, Record, read
+from hasten.online.record import Event, MeasuredBlock, Record, read
 
-BLOCK = Measured(12.5, 0.75, 30, (0, 3), "search", (0.1, 0.2, 0.0), "")
+BLOCK = MeasuredBlock(12.5, 0.75, 30, (0, 3), "search", (0.1, 0.2, 0.0), "")
 EVENT = Event("broken", (1,), 2.0, "RuntimeError: „Nein“ \n two lines")
 
 ANY = st.one_of(
     st.builds(
-        Measured,
+        MeasuredBlock,
         st.floats(0, 1e9),
         st.floats(1e-9, 1e6),
         st.integers(1, 10**9),
@@ -30,7 +30,7 @@ ANY = st.one_of(
 
 
 @given(st.lists(ANY, max_size=6), st.integers(0, 400))
-def test_what_is_written_is_read_wherever_it_breaks_off(all_: list[Measured | Event], cut: int) -> None:
+def test_what_is_written_is_read_wherever_it_breaks_off(all_: list[MeasuredBlock | Event], cut: int) -> None:
     """A file that breaks off anywhere gives what is whole; read on from there, it gives the rest."""
     import tempfile
 

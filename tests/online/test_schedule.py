@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hasten.online import schedule as module
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from tests.online.made import Host
 
 CANDIDATES = (
@@ -27,7 +27,7 @@ TRULY = (-0.4, -0.2, 0.1, -0.1)
 _CLAIM = 6  # blocks: three pairs
 
 
-def ran(block: float, search: float, claim: float, compiling: float, taken: float) -> tuple[float, list[Measured]]:
+def ran(block: float, search: float, claim: float, compiling: float, taken: float) -> tuple[float, list[MeasuredBlock]]:
     """When a search was over whose blocks take so long, and its blocks."""
     clock, lot = SimpleNamespace(now=0.0), random.Random(1)
     course = Course(CANDIDATES)
@@ -42,7 +42,7 @@ def ran(block: float, search: float, claim: float, compiling: float, taken: floa
             except StopIteration:
                 return clock.now, seen
             pace = 0.05 * math.exp(sum(TRULY[i] for i in wish.on) + lot.gauss(0, 0.02))
-            measured = Measured(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part, taken=taken)
+            measured = MeasuredBlock(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part, taken=taken)
             first = 3 in wish.on and not any(3 in one.on for one in seen)
             clock.now += block + compiling * first
             seen.append(measured)
@@ -104,7 +104,7 @@ def test_what_a_script_settled_before_it_ended_stands(blocks: int) -> None:
                     kernels, host.compiling = True, disk
                     clock.now, disk, compiled = clock.now + disk, 4.0, compiled + 1
                 pace = 0.05 * math.exp(sum(TRULY[i] for i in wish.on) + lot.gauss(0, 0.02))
-                measured = Measured(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part)
+                measured = MeasuredBlock(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part)
                 parts[-1].append(wish.part)
                 if wish.part not in ("plain", "plan"):
                     course.saw(measured.on, pace)

@@ -9,12 +9,12 @@ import pytest
 
 from hasten.errors import HastenError
 from hasten.online.auto_plan import new_files
-from hasten.online.switches import Schedule, Switched, is_schedule, read_schedule
+from hasten.online.switches import Schedule, RecordedSwitch, is_schedule, read_schedule
 
 LINES = [
-    Switched(24, 0, {"fused_optimizer": True, "cpu_threads": 2}),
-    Switched(24, 1, {"precision": "bf16-mixed"}),
-    Switched(30, 1, {}),
+    RecordedSwitch(24, 0, {"fused_optimizer": True, "cpu_threads": 2}),
+    RecordedSwitch(24, 1, {"precision": "bf16-mixed"}),
+    RecordedSwitch(30, 1, {}),
 ]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from hasten.errors import HastenError
 from hasten.parallel import World, spawn
 from hasten.parallel.averaging import Averaging
-from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.meeting import MeetingTopic, Meeting
 
 
 def _backward(averaging: Averaging, loss: torch.Tensor, samples: float) -> None:
@@ -58,9 +58,9 @@ def _kinds() -> list[float]:
 def _apart() -> str:
     world = World.from_environment()
     meeting = Meeting(world)
-    meeting.meet(About.PASS)
+    meeting.meet(MeetingTopic.PASS)
     try:
-        meeting.meet(About.BACKWARD if world.rank else About.PASS)
+        meeting.meet(MeetingTopic.BACKWARD if world.rank else MeetingTopic.PASS)
     except HastenError as error:
         return error.message
     return "met"

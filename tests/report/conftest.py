@@ -12,7 +12,7 @@ import pytest
 
 from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
-from hasten.check.judge import Compared, Difference
+from hasten.check.judge import RunComparison, Difference
 from hasten.evidence import Machine
 from hasten.tuner.proof import (
     Answer,
@@ -132,7 +132,7 @@ def checked(ok: bool | None = True) -> Checked:
     """What the check said of the plan."""
     plan: dict[str, Any] = {one.name: one.setting for one in TECHNIQUES}
     first = Difference("step 2", "conv1.weight", "differs by 3 %") if ok is False else None
-    run = Compared(
+    run = RunComparison(
         plan, "sampling", ok, first=first, counts={"step": 3}, note="" if ok else "it did not come to a step"
     )
     return Checked(plan, (run,))

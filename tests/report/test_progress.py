@@ -16,10 +16,10 @@ from rich.console import Console
 
 from hasten.online.course import Course
 from hasten.online.options import Candidate
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.report.course import plain_step
 from hasten.report.progress import TuneProgress
-from hasten.tuner.found import Claimed, Found
+from hasten.tuner.found import Claimed, SearchState
 from hasten.tuner.proof import Block, Proof
 
 EVIL = "\x1b[2J[red]x\x07"
@@ -148,12 +148,12 @@ REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "report
 def replayed(proof: Proof) -> Iterator[tuple[Block, Claimed | None]]:
     """The blocks of a search that was kept, each with what could be claimed by then."""
     names = list(dict.fromkeys(name for one in proof.blocks for name in one.on))
-    found = Found(Course([Candidate("precision", True, label=name) for name in names]))
+    found = SearchState(Course([Candidate("precision", True, label=name) for name in names]))
     found.chosen = frozenset(i for one in proof.blocks for i in map(names.index, one.on) if one.part == "claim")
     for one in proof.blocks:
         on = tuple(sorted(map(names.index, one.on)))
         part = one.part if one.part != "claim" else "plan" if on else "plain"
-        found.blocks.append(Measured(one.at, one.seconds, one.steps, on, part, (), one.trouble))
+        found.blocks.append(MeasuredBlock(one.at, one.seconds, one.steps, on, part, (), one.trouble))
         yield one, found.claimed()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
-from hasten.check.judge import Compared, Difference
+from hasten.check.judge import RunComparison, Difference
 from hasten.evidence import Machine
 from hasten.tuner import proof
 
@@ -31,7 +31,7 @@ PARTS = (
     proof.Curves,
     proof.TrialRow,
     Checked,
-    Compared,
+    RunComparison,
     Difference,
     proof.Proof,
 )

@@ -16,7 +16,7 @@ from hasten import Trainer
 from hasten.trainer.callbacks import __all__ as callbacks
 from hasten.trainer.config import Config
 from hasten.trainer.config_docs import tables
-from hasten.trainer.flags import OF_OLD
+from hasten.trainer.flags import OLD_FLAGS
 from hasten.trainer.hooks import ModuleHooks
 from hasten.trainer.logged import MAY_LOG
 from tests.taps.forks import forked
@@ -68,7 +68,7 @@ def test_signature_and_docstring_have_the_flags_of_the_config():
 
 def test_every_flag_of_old_is_there():
     page = text("from-lightning.md")
-    assert [name for name in OF_OLD if f"`{name}`" not in page] == []
+    assert [name for name in OLD_FLAGS if f"`{name}`" not in page] == []
 
 
 def test_every_callback_and_hook_is_named():

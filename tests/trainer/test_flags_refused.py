@@ -83,9 +83,9 @@ def test_flags_of_old_days_get_todays(old, today):
 
 
 def test_what_old_flags_are_answered_with_exists():
-    from hasten.trainer.flags import OF_OLD
+    from hasten.trainer.flags import OLD_FLAGS
 
-    for old, today in OF_OLD.items():
+    for old, today in OLD_FLAGS.items():
         assert old not in FLAGS
         for word in today.replace(",", " ").replace('"', " ").split():
             name, equals, _ = word.partition("=")

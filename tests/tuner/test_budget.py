@@ -17,12 +17,12 @@ from hasten.errors import HastenError
 from hasten.online.candidates import Applicable
 from hasten.online.course import Course
 from hasten.online.options import Candidate
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
-from hasten.tuner.budget import Spent, block_seconds
+from hasten.tuner.budget import TimeSpent, block_seconds
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
@@ -72,9 +72,9 @@ def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time
     trials.clock, trials.seconds = clock, 10.0
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=budget, seeds=2), said.append, None, 0.0)
-    tune.found = Found(Course((Candidate("fused_optimizer", True),)), chosen=frozenset({0}))
+    tune.found = SearchState(Course((Candidate("fused_optimizer", True),)), chosen=frozenset({0}))
     tune.asked = Applicable(tuple(tune.found.course.candidates), {}, ())
-    sides = [Measured(float(at), 1.0, 9, (0,) * (at % 2), "plan" if at % 2 else "plain") for at in range(8)]
+    sides = [MeasuredBlock(float(at), 1.0, 9, (0,) * (at % 2), "plan" if at % 2 else "plain") for at in range(8)]
     tune.found.blocks += [dataclasses.replace(side, taken=0.5, disturbed=True) for side in sides]
 
     class Quiet(OnlineSearch):
@@ -100,7 +100,7 @@ def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=100.0), said.append, None, time.monotonic())
     tune.asked = Applicable((Candidate("fused_optimizer", True), Candidate("set_to_none", True)), {}, ())
-    tune.found, tune.startup = Found(Course(tune.asked.candidates), chosen=frozenset({0, 1})), 1.0
+    tune.found, tune.startup = SearchState(Course(tune.asked.candidates), chosen=frozenset({0, 1})), 1.0
     if taken_back:
         tune._take_back(["set_to_none"], "it does nothing")
     monkeypatch.setattr(OnlineSearch, "claim", lambda self, until: None)
@@ -116,7 +116,7 @@ def test_nothing_is_started_for_which_no_time_is_left(tmp_path: Path) -> None:
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=20.0), said.append, None, time.monotonic() - 15.0)
     tune.asked = Applicable((Candidate("fused_optimizer", True),), {}, ())
-    tune.found, tune.startup = Found(Course(tune.asked.candidates)), 9.0
+    tune.found, tune.startup = SearchState(Course(tune.asked.candidates)), 9.0
     tune._search()
     assert said == ["no time is left for a search: 5 s, and the script takes 9 s before it trains"]
     assert tune.found.would_ask == ["what helps at all: 5 s were left for a script that starts in 9 s"]
@@ -144,7 +144,7 @@ def test_a_block_is_longer_in_a_long_tune_and_shorter_in_a_short_training(
 
 def test_each_second_of_a_tune_goes_to_one_stage() -> None:
     before = time.monotonic()
-    spent = Spent(before - 3.0)
+    spent = TimeSpent(before - 3.0)
     for stage in ("search", "check", "search"):
         spent.on(stage)
         time.sleep(0.05)

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from hasten.online.course import Course
 from hasten.online.options import Candidate
-from hasten.online.record import Measured
-from hasten.tuner.found import Found
+from hasten.online.record import MeasuredBlock
+from hasten.tuner.found import SearchState
 
 PLAN = (0,)
 
 
-def found_of(*pairs: tuple[float, float, bool, bool]) -> Found:
+def found_of(*pairs: tuple[float, float, bool, bool]) -> SearchState:
     """A search whose claim was measured in such pairs: seconds a step of plain and plan, and which was disturbed."""
-    found = Found(Course((Candidate("fused_optimizer", True),)), chosen=frozenset(PLAN))
+    found = SearchState(Course((Candidate("fused_optimizer", True),)), chosen=frozenset(PLAN))
     for number, (plain, plan, first, second) in enumerate(pairs):
         sides = [((), "plain", plain, first), (PLAN, "plan", plan, second)][:: -1 if number % 2 else 1]
         for at, (on, part, seconds, disturbed) in enumerate(sides):
             taken = 0.45 if disturbed else 0.01
-            block = Measured(2.0 * number + at, seconds, 1, on, part, taken=taken, disturbed=disturbed)
+            block = MeasuredBlock(2.0 * number + at, seconds, 1, on, part, taken=taken, disturbed=disturbed)
             found.blocks.append(block)
     return found
 

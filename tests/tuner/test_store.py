@@ -15,8 +15,8 @@ from hasten.evidence import Evidence, ModelFacts, this_machine
 from hasten.evidence.plain import tuples
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.tuner.found import Found
-from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
+from hasten.tuner.found import SearchState
+from hasten.tuner.store import RecalledTraining, applied, drop_again, recall, remember
 from hasten.tuner.training_key import Key, key_of
 from tests.report.conftest import build
 from tests.tuner.evidence import evidence
@@ -58,21 +58,21 @@ def block(course: Course, on: Collection[int], effects: tuple[float, ...] = TRUL
     course.saw(on, 0.1 * math.exp(sum(effects[i] for i in on) + pair))
 
 
-def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> Found:
+def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> SearchState:
     """A search that came to its end."""
     course = Course(candidates)
     block(course, ())
     block(course, course.all_on())
     for _ in range(blocks):
         block(course, course.wants())
-    found = Found(course)
+    found = SearchState(course)
     found.chosen = course.chosen()
     return found
 
 
 def again(
     folder: Path, now: Key | None = None, candidates: tuple[Candidate, ...] = CANDIDATES
-) -> tuple[Recalled | None, Course]:
+) -> tuple[RecalledTraining | None, Course]:
     """The next tune's beginning."""
     recalled = recall(folder, now or key())
     course = Course(applied(candidates, recalled), prior=recalled.prior if recalled else None)
@@ -122,7 +122,7 @@ def test_known_as_a_sum_only_stays_known_as_a_sum(folder: Path) -> None:
     course = Course(candidates)
     for on in ((), (0, 1)) * 10:
         block(course, on, (-0.6, 0.1))
-    found = Found(course, chosen=frozenset({0, 1}))
+    found = SearchState(course, chosen=frozenset({0, 1}))
     remember(folder, key(), found, build())
     _, next_ = again(folder, candidates=candidates)
     assert next_.posterior.gain({0, 1})[0] == pytest.approx(-0.6, abs=0.02)
@@ -235,7 +235,7 @@ def test_what_crashed_stays_off_until_the_script_changes(folder: Path) -> None:
     remember(folder, key(), found, build())
     _, course = again(folder)
     assert course.out == {2: "in an earlier tune: it crashed: out of threads"}
-    remember(folder, key(), Found(course), build())
+    remember(folder, key(), SearchState(course), build())
     assert again(folder)[1].out == course.out
     assert again(folder, key(code="0" * 16))[1].out == {}
 
@@ -250,7 +250,7 @@ def test_a_tune_that_asked_less_forgets_nothing(folder: Path) -> None:
 
 
 def test_nothing_measured_leaves_no_file(folder: Path) -> None:
-    assert remember(folder, key(), Found(Course(CANDIDATES)), build()) == ""
+    assert remember(folder, key(), SearchState(Course(CANDIDATES)), build()) == ""
     assert not folder.exists()
     assert recall(folder, key()) is None
 
@@ -312,10 +312,10 @@ def test_what_is_not_a_file_is_ignored_too(folder: Path) -> None:
     assert "it is not a file" in recalled.said
     path.unlink()
     path.mkdir()
-    assert "is ignored" in (again(folder)[0] or Recalled("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
     path.rmdir()
     path.symlink_to("nowhere")
-    assert "is ignored" in (again(folder)[0] or Recalled("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
     path.with_name("train-000000000000.json").write_bytes(whole)
     recalled, course = again(folder)
     assert recalled is not None
@@ -326,7 +326,7 @@ def test_what_is_not_a_file_is_ignored_too(folder: Path) -> None:
 
 def test_words_of_a_file_cannot_drive_the_terminal(folder: Path) -> None:
     remember(folder, key(torch="\x1b[2J\n" * 100), tuned(), build(created="\x1b]0;x\x07"))
-    said = (again(folder)[0] or Recalled("")).said
+    said = (again(folder)[0] or RecalledTraining("")).said
     assert said.startswith("torch ")
     assert said.isprintable()
     assert len(said) < 200
@@ -342,7 +342,7 @@ def test_somebody_elses_file_is_left_alone_and_a_folder_that_cannot_be_made_is_s
     in_the_way = folder.parent / "in the way"
     in_the_way.write_text("")
     assert remember(in_the_way, key(), tuned(), build()).startswith("what was learned is not kept")
-    assert "ignored" in (recall(in_the_way, key()) or Recalled("")).said
+    assert "ignored" in (recall(in_the_way, key()) or RecalledTraining("")).said
     assert in_the_way.read_text() == ""
 
 

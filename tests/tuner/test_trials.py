@@ -12,7 +12,7 @@ from hasten.errors import HastenError
 from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.taps.config import TrialOptions
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.process_search import search_apart
 from hasten.tuner.trial import Trial, Trials
 from tests.taps.scripts import PYTHON, write
@@ -151,7 +151,7 @@ def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
     """It may be slow beside other work only: nobody waited long enough to call it hung."""
     several = trials(tmp_path, "import time\ntime.sleep(600)", monkeypatch)
     several.deadline = time.monotonic() + 1
-    found = Found(Course([Candidate("channels_last", True)], live=False), warm=False)
+    found = SearchState(Course([Candidate("channels_last", True)], live=False), warm=False)
     baseline, until = Trial({}, 0, "ok", 0.1), time.monotonic() + 60
     search_apart(several, found, baseline, 100, until, lambda line: None, lambda block: None)
     assert (several.done[-1].plan, several.done[-1].outcome) == ({"channels_last": True}, "timeout")
@@ -165,7 +165,7 @@ def test_a_training_too_short_for_it_is_not_compiled_to_see(
 ) -> None:
     several = trials(tmp_path, TRAIN + "train(3)", monkeypatch)
     baseline, several.deadline = several.run({}), time.monotonic() + 60  # it runs two epochs of the three at the most
-    found = Found(Course([Candidate("set_to_none", True), Candidate("compile", "default")], live=False), warm=False)
+    found = SearchState(Course([Candidate("set_to_none", True), Candidate("compile", "default")], live=False), warm=False)
     monkeypatch.setattr(several, "run", lambda plan, timeout: Trial(plan, 0, "crash", 0.1, reason="not run here"))
     search_apart(several, found, baseline, steps, several.deadline, lambda line: None, lambda block: None)
     asked = {index for block in found.blocks for index in block.on}

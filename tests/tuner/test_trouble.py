@@ -7,8 +7,8 @@ import pytest
 from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.plan import Setting
-from hasten.tuner.found import Found
-from hasten.tuner.length import Length
+from hasten.tuner.found import SearchState
+from hasten.tuner.length import TrainingLength
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial
 from hasten.tuner.trouble import trouble_of
@@ -30,8 +30,8 @@ def pairs(step: float, startup: float, plan: dict[str, Setting]) -> list[tuple[T
     return [(Trial({}, 0, "ok", 4.0, "", evidence, before), Trial(plan, 0, "ok", 5.0, "", evidence, after))]
 
 
-def found(*chosen: int) -> Found:
-    return Found(Course(CANDIDATES, live=False), warm=False, chosen=frozenset(chosen))
+def found(*chosen: int) -> SearchState:
+    return SearchState(Course(CANDIDATES, live=False), warm=False, chosen=frozenset(chosen))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_a_short_run_does_not_win_back_is_taken_back(
     epochs: int, chosen: tuple[int, ...], blamed: tuple[str, ...]
 ) -> None:
     one = found(*chosen)
-    trouble = trouble_of(one, pairs(0.008, 5.6, one.plan()), Length(epochs, "--epochs on the command line"))
+    trouble = trouble_of(one, pairs(0.008, 5.6, one.plan()), TrainingLength(epochs, "--epochs on the command line"))
     assert (trouble.blamed if trouble else ()) == blamed
     if trouble:
         assert f"({epochs} epochs)" in trouble.reason
@@ -55,7 +55,7 @@ def test_what_a_short_run_does_not_win_back_is_taken_back(
 
 def test_what_fresh_processes_do_not_confirm_is_taken_back_whole() -> None:
     one = found(0, 2)
-    trouble = trouble_of(one, pairs(0.012, 2.4, one.plan()), Length(90, "assumed"))
+    trouble = trouble_of(one, pairs(0.012, 2.4, one.plan()), TrainingLength(90, "assumed"))
     assert trouble is not None
     assert trouble.blamed == ("sample_cache", "precision")
 
@@ -81,5 +81,5 @@ def test_where_only_the_passes_begin_slower_workers_go_and_the_rest_stays(
     before, after = Timing((0.01,) * 4, 79, 0.06, 2.4, {}), Timing((step,) * 4, 79, rest, 2.4, {})
     evidence = with_losses(STEADY)
     fresh = [(Trial({}, 0, "ok", 4.0, "", evidence, before), Trial(one.plan(), 0, "ok", 4.0, "", evidence, after))]
-    trouble = trouble_of(one, fresh, Length(90, "assumed"))
+    trouble = trouble_of(one, fresh, TrainingLength(90, "assumed"))
     assert set(trouble.blamed if trouble else ()) == set(blamed)

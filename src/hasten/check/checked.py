@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.check import words
 from hasten.check.agreement import Agreement
-from hasten.check.judge import Compared, Difference
+from hasten.check.judge import RunComparison, Difference
 from hasten.plan import Setting
 
 
@@ -27,10 +27,10 @@ class Checked:
     """
 
     plan: Mapping[str, Setting]
-    runs: tuple[Compared, ...] = ()
+    runs: tuple[RunComparison, ...] = ()
     culprits: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
-    resumed: tuple[tuple[str, Compared], ...] = ()
+    resumed: tuple[tuple[str, RunComparison], ...] = ()
     repeatable: bool | None = None
     notes: tuple[str, ...] = ()
 

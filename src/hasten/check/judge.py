@@ -57,7 +57,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RunComparison:
     """Comparison of a run under some techniques with the plain run.
 
     Attributes:
@@ -123,7 +123,7 @@ def parts_of(plan: Mapping[str, Setting]) -> list[tuple[dict[str, Setting], Effe
     return found
 
 
-def judged(
+def judge_run(
     plan: Mapping[str, Setting],
     level: Effect,
     seen: Mapping[str, Any],
@@ -131,7 +131,7 @@ def judged(
     *,
     strong: Sequence[Any] = (),
     other_start: bool = False,
-) -> Compared:
+) -> RunComparison:
     """Judge a witness's result.
 
     Args:
@@ -145,11 +145,11 @@ def judged(
     """
     common = {"plan": dict(plan), "level": str(level), "moved": seen["moved"], "counts": seen["counts"]}
     if seen["failed"]:
-        return Compared(**common, ok=None, note=f"the check itself did not work here: {seen['failed']}")
+        return RunComparison(**common, ok=None, note=f"the check itself did not work here: {seen['failed']}")
     if seen["first"] is not None:
-        return Compared(**common, ok=False, first=Difference(**seen["first"]))
+        return RunComparison(**common, ok=False, first=Difference(**seen["first"]))
     if level is Effect.EXACT:
-        return Compared(**common, ok=True, agreed=Agreement(seen["counts"]["step"]))
+        return RunComparison(**common, ok=True, agreed=Agreement(seen["counts"]["step"]))
     table = _Noise(noise, strong, roundoff_of(plan))
     worst, worst_at, first = 0.0, "", None
     first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
@@ -169,7 +169,7 @@ def judged(
     )
     ok = None if note else first is None
     agrees = None if note else _agreed(seen["measured"], table, first)
-    return Compared(
+    return RunComparison(
         **common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note, agreed=agrees
     )
 

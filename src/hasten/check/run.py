@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, renamed, saved_by_torch
-from hasten.check.judge import Compared, level_of, parts_of, roundoff_of
-from hasten.check.runs import CheckTimeoutError, Ended, ReferenceRun, Runner, Runs, Say, Techniques
+from hasten.check.judge import RunComparison, level_of, parts_of, roundoff_of
+from hasten.check.runs import CheckTimeoutError, FinishedRun, ReferenceRun, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect
@@ -79,8 +79,8 @@ class _Check:
             followers = [self._runs.begin_to_follow(lap, part, level) for part, level in parts]
             self._runs.plain(lap, begun)
             self._note_trajectory()
-            runs: list[Compared] = []
-            ends: list[Ended] = []
+            runs: list[RunComparison] = []
+            ends: list[FinishedRun] = []
             with _enough_seen(runs):
                 for (part, level), follower in zip(parts, followers, strict=True):
                     end, seen = follower.result()
@@ -93,7 +93,7 @@ class _Check:
             with _enough_seen(runs):
                 files = self._files(lap, parts[: len(runs)], runs, ends)
             blamed = self._blame(lap, runs, files)
-            resumed: list[tuple[str, Compared]] = []
+            resumed: list[tuple[str, RunComparison]] = []
             if resume and all(run.ok for run in runs):
                 resumed, blamed_there = self._resume(lap, parts, ends)
                 blamed = blamed or blamed_there
@@ -109,7 +109,7 @@ class _Check:
 
     # -- which technique it is -------------------------------------------------------------------------------
 
-    def _blame(self, lap: ReferenceRun, runs: list[Compared], files: list[FileDifference]) -> list[str]:
+    def _blame(self, lap: ReferenceRun, runs: list[RunComparison], files: list[FileDifference]) -> list[str]:
         """Return the techniques to blame: one, or a smallest set that differs only together."""
         parted = next((run for run in runs if run.ok is False), None)
         suspects: Techniques = {}
@@ -128,7 +128,7 @@ class _Check:
         return self._halved(suspects, parts)
 
     def _blame_resume(
-        self, first: ReferenceRun, second: ReferenceRun, resumed: list[tuple[str, Compared]]
+        self, first: ReferenceRun, second: ReferenceRun, resumed: list[tuple[str, RunComparison]]
     ) -> list[str]:
         """Return the techniques to blame for a difference after a resume."""
         way, parted = next(((way, run) for way, run in resumed if run.ok is False), ("", None))
@@ -164,7 +164,7 @@ class _Check:
     # -- what was saved, and going on from it ----------------------------------------------------------------
 
     def _files(
-        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], runs: list[Compared], ends: list[Ended]
+        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], runs: list[RunComparison], ends: list[FinishedRun]
     ) -> list[FileDifference]:
         """Return the saved files that differ although the training state they come from does not."""
         found: list[FileDifference] = []
@@ -174,7 +174,7 @@ class _Check:
         return sorted(set(found))
 
     def _saved_otherwise(
-        self, lap: ReferenceRun, plan: Techniques, ended: Ended, level: Effect
+        self, lap: ReferenceRun, plan: Techniques, ended: FinishedRun, level: Effect
     ) -> list[FileDifference]:
         assert lap.plain is not None
         rounded = 0.0 if level is Effect.EXACT else ROUNDED
@@ -203,8 +203,8 @@ class _Check:
         return set(self._own_files[roundoff])
 
     def _resume(
-        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], ends: list[Ended]
-    ) -> tuple[list[tuple[str, Compared]], list[str]]:
+        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], ends: list[FinishedRun]
+    ) -> tuple[list[tuple[str, RunComparison]], list[str]]:
         """Compare resumed runs: saved plain and resumed under the plan, and the other way round."""
         assert lap.plain is not None
         start = _copied(lap.plain.saved, self._folder / "saved-plain")
@@ -250,7 +250,7 @@ def _told(found: list[FileDifference]) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _enough_seen(runs: Sequence[Compared]) -> Iterator[None]:
+def _enough_seen(runs: Sequence[RunComparison]) -> Iterator[None]:
     """Ignore a time-out once a part of the plan was seen to differ: the answer is known by then."""
     try:
         yield

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.check.judge import SINGLE, TIMES, Compared, Difference, judged, roundoff_of
+from hasten.check.judge import SINGLE, TIMES, RunComparison, Difference, judge_run, roundoff_of
 from hasten.check.options import FOLLOWS, RECORDS, WitnessOptions
 from hasten.errors import HastenError, script_fails
 from hasten.plan import Setting
@@ -31,7 +31,7 @@ class CheckTimeoutError(HastenError):
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRun:
     """A finished run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ended:
 class Runner(Protocol):
     """Runs a training from its beginning, each time it is called."""
 
-    def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+    def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
         """Run the training once.
 
         Args:
@@ -73,7 +73,7 @@ class ReferenceRun:
     name: str
     track: Path
     start: Path | None = None
-    plain: Ended | None = None
+    plain: FinishedRun | None = None
     roundoff: float = SINGLE
 
 
@@ -95,7 +95,7 @@ class Runs:
         self._pool = ThreadPoolExecutor(at_once)
         self._number = 0
         self._lock = threading.Lock()
-        self._noises: dict[tuple[float, float], list[tuple[Ended, Any]]] = {}
+        self._noises: dict[tuple[float, float], list[tuple[FinishedRun, Any]]] = {}
 
     def close(self, abandon: bool) -> None:
         """Wait for the running runs; with `abandon`, end them."""
@@ -104,7 +104,7 @@ class Runs:
             self._run.stop()
         self._pool.shutdown()
 
-    def _start(self, plan: Techniques, lap: ReferenceRun, **options: Any) -> tuple[Ended, Any]:
+    def _start(self, plan: Techniques, lap: ReferenceRun, **options: Any) -> tuple[FinishedRun, Any]:
         with self._lock:
             self._number += 1
             # A short name: the sockets of loader workers are below it, and their paths may have 107 characters.
@@ -120,18 +120,18 @@ class Runs:
             ended = replace(ended, failed="")  # the other ranks failed only because that one left
         return ended, seen
 
-    def begin(self, lap: ReferenceRun) -> Future[tuple[Ended, Any]]:
+    def begin(self, lap: ReferenceRun) -> Future[tuple[FinishedRun, Any]]:
         lap.track.mkdir(parents=True)
         return self._pool.submit(self._record, lap)
 
-    def _record(self, lap: ReferenceRun) -> tuple[Ended, Any]:
+    def _record(self, lap: ReferenceRun) -> tuple[FinishedRun, Any]:
         try:
             return self._start({}, lap, role=RECORDS)
         finally:
             for track in lap.track.parent.glob(f"{lap.track.name}*"):  # one per rank
                 (track / "done").touch()  # however the run ended, followers must not wait for more
 
-    def plain(self, lap: ReferenceRun, begun: Future[tuple[Ended, Any]]) -> Any:
+    def plain(self, lap: ReferenceRun, begun: Future[tuple[FinishedRun, Any]]) -> Any:
         lap.plain, seen = begun.result()
         if lap.plain.failed:
             raise script_fails(lap.plain.failed, lap.plain.log)
@@ -154,18 +154,18 @@ class Runs:
             self.notes.append(f"the training is large: tensors were compared in every {seen['stride']}th step")
         return seen
 
-    def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[Ended, Any]]:
+    def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[FinishedRun, Any]]:
         """Start a run under a plan, which follows the plain run, as soon as there is a free slot."""
         exact, redraws = level is Effect.EXACT, level is Effect.SAMPLING
         return self._pool.submit(self._start, plan, lap, role=FOLLOWS, exact=exact, redraws=redraws)
 
-    def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[Ended, Any]:
+    def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[FinishedRun, Any]:
         """Run under a plan, and wait for the result."""
         return self.begin_to_follow(lap, plan, level).result()
 
     def noise(
         self, lap: ReferenceRun, roundoff: float, count: int = NOISES, times: float = 1.0
-    ) -> list[tuple[Ended, Any]]:
+    ) -> list[tuple[FinishedRun, Any]]:
         """Return the results of plain runs under noise of `times * roundoff`. Each run is made once and reused."""
         known = self._noises.setdefault((roundoff, times), [])
         asked = [
@@ -176,11 +176,11 @@ class Runs:
         return [(ended, seen) for ended, seen in known if seen is not None and not seen["failed"]]
 
     def judge(
-        self, lap: ReferenceRun, plan: Techniques, level: Effect, ended: Ended, seen: Any, other_start: bool = False
-    ) -> Compared:
+        self, lap: ReferenceRun, plan: Techniques, level: Effect, ended: FinishedRun, seen: Any, other_start: bool = False
+    ) -> RunComparison:
         if ended.failed or seen is None:
             how = f"the script fails under the plan: {ended.failed or 'it left nothing'}"
-            return Compared(dict(plan), str(level), False, Difference("the run", "the script", how))
+            return RunComparison(dict(plan), str(level), False, Difference("the run", "the script", how))
         compared = self._held(lap, plan, level, seen, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
             self._say(f"{compared.first.what} is further off than rounding explains: looking closer")
@@ -192,10 +192,10 @@ class Runs:
 
     def _held(
         self, lap: ReferenceRun, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
-    ) -> Compared:
+    ) -> RunComparison:
         """Judge a run by plain runs under noise; `in_doubt`, by more and stronger ones."""
         if level is Effect.EXACT:
-            return judged(plan, level, seen, [])
+            return judge_run(plan, level, seen, [])
         roundoff = max(lap.roundoff, roundoff_of(plan))
         weak, strong = self.noise(lap, roundoff), []
         if in_doubt and roundoff <= SINGLE:
@@ -203,7 +203,7 @@ class Runs:
         elif in_doubt:  # with 16-bit errors flips are common: more runs of the same noise show them
             weak = self.noise(lap, roundoff, NOISES + self._in_doubt)
         noise, stronger = ([seen for _, seen in runs] for runs in (weak, strong))
-        return judged(plan, level, seen, noise, strong=stronger, other_start=other_start)
+        return judge_run(plan, level, seen, noise, strong=stronger, other_start=other_start)
 
     def _parts_from_itself(self, lap: ReferenceRun) -> Difference | None:
         """Where a second plain run parts from the first, if it does."""
@@ -212,5 +212,5 @@ class Runs:
             if ended.failed or seen is None:
                 self.repeats[lap.name] = Difference("the run", "the script", f"fails the second time: {ended.failed}")
             else:
-                self.repeats[lap.name] = judged({}, Effect.EXACT, seen, []).first
+                self.repeats[lap.name] = judge_run({}, Effect.EXACT, seen, []).first
         return self.repeats[lap.name]

@@ -15,7 +15,7 @@ _DIGEST = 12  # bytes
 WEIGHT, BEFORE, GRADIENT, BUFFER, STATE = "weight", "weight before the step", "gradient", "buffer", "optimizer state"
 
 
-class Names:
+class StateNames:
     """Names for the models, parameters and optimizers of a training that are the same in two runs of it.
 
     A model's name is its class, with a number if there are several of that class, in the order of their first forwards.
@@ -66,7 +66,7 @@ class Names:
         return dict(buffers_by_id.values())
 
 
-def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
+def weights(names: StateNames, label: str = WEIGHT) -> dict[str, torch.Tensor]:
     """Return the parameters as `weight: Net.fc.bias`. With `BEFORE`, as before a step that the backward made."""
     before = (step_in_backward.looked_into or {}) if label is BEFORE else {}
     return {
@@ -75,7 +75,7 @@ def weights(names: Names, label: str = WEIGHT) -> dict[str, torch.Tensor]:
     }
 
 
-def gradients(names: Names) -> dict[str, torch.Tensor]:
+def gradients(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the gradients, including those that a step inside the backward has already used."""
     spent = step_in_backward.looked_into or {}
     found = {}
@@ -87,12 +87,12 @@ def gradients(names: Names) -> dict[str, torch.Tensor]:
     return found
 
 
-def buffers(names: Names) -> dict[str, torch.Tensor]:
+def buffers(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the buffers of all models."""
     return {f"{BUFFER}: {name}": buffer.detach() for name, buffer in names.buffers().items()}
 
 
-def optimizer_state(names: Names) -> dict[str, torch.Tensor]:
+def optimizer_state(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the optimizers' state of each parameter, numbers as tensors."""
     by_id = {id(parameter): name for name, parameter in names.parameters().items()}
     found: dict[str, torch.Tensor] = {}
@@ -113,7 +113,7 @@ def optimizer_state(names: Names) -> dict[str, torch.Tensor]:
 _HOW_NOT_WHAT = ("params", "fused", "foreach", "capturable")
 
 
-def options_of(names: Names) -> dict[str, str]:
+def options_of(names: StateNames) -> dict[str, str]:
     """Return the options of each optimizer's groups as text: rates, decay, number of parameters."""
     texts = {}
     for number, optimizer in enumerate(names.optimizers):

@@ -42,7 +42,7 @@ class Witness:
         self.options = options
         self.records = options.role == RECORDS
         self.track = Track(options.track)
-        self.names = state.Names()
+        self.names = state.StateNames()
         self.active = True
         # Number of the process that created this witness. Processes of `mp.spawn` have other numbers later; a fork of
         # `Trainer.check` creates its own witness, so there it is the run's number.

@@ -9,7 +9,7 @@ from hasten.techniques.base import toml_value
 
 if TYPE_CHECKING:
     from hasten.check.checked import Checked
-    from hasten.check.judge import Compared
+    from hasten.check.judge import RunComparison
 
 _LEVELS = {
     "exact": "equal to the bit",
@@ -51,11 +51,11 @@ def remarks(found: Checked) -> list[str]:
     return [*lines, *found.notes]
 
 
-def _plan(run: Compared) -> str:
+def _plan(run: RunComparison) -> str:
     return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in run.plan.items()) or "as it is"
 
 
-def _outcome(run: Compared) -> str:
+def _outcome(run: RunComparison) -> str:
     if not run.ok:
         return run.note or "differs"
     margin = ""
@@ -73,6 +73,6 @@ def _largest(worst: float) -> str:
     return f"the largest difference is {share} of what rounding explains"
 
 
-def _counts(run: Compared) -> str:
+def _counts(run: RunComparison) -> str:
     labels = {"batch": "batches", "step": "optimizer steps", "validation": "validation forwards"}
     return ", ".join(f"{run.counts[kind]} {label}" for kind, label in labels.items() if run.counts.get(kind))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from hasten.data.loader import DataLoader
     from hasten.data.parquet import ParquetDataset
     from hasten.data.remote.options import Remote, RemoteError
-    from hasten.data.sample_fetcher import Fault, SampleError
+    from hasten.data.sample_fetcher import SampleFault, SampleError
     from hasten.data.sample_keys import SampleRng, sample_rng
     from hasten.data.sample_store import SampleStore
 

@@ -27,7 +27,7 @@ from hasten.data import rng
 from hasten.data.elastic import ElasticBatches, ElasticSampler, Order, check_rank
 from hasten.data.passes import InProcess, WorkerProcesses
 from hasten.data.permutation import Permutation, key_of
-from hasten.data.sample_fetcher import ON_ERROR, Fault, Ledger
+from hasten.data.sample_fetcher import ON_ERROR, SampleFault, FaultLedger
 from hasten.data.sample_keys import Reseed, unmoved
 from hasten.data.thread_pass import ThreadPass
 from hasten.errors import HastenError
@@ -120,7 +120,7 @@ class DataLoader(TorchDataLoader[Any]):
         shares = ElasticSampler(dataset, length, order, _fingerprint(dataset, name), int(seed), rank, world_size)
         self.workers = workers
         self.on_error = on_error
-        self.ledger = Ledger()
+        self.ledger = FaultLedger()
         self._warned = False
         super().__init__(
             dataset,
@@ -171,7 +171,7 @@ class DataLoader(TorchDataLoader[Any]):
             self.__dict__.update(before)
 
     @property
-    def faults(self) -> list[Fault]:
+    def faults(self) -> list[SampleFault]:
         """The samples skipped or replaced so far, over all passes."""
         return self.ledger.faults
 

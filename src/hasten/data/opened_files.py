@@ -27,12 +27,12 @@ _NO_FILES = ("/proc/", "/sys/", "/dev/")
 _FRESH = 20_000_000  # ns: a file changed more recently may change again with the same modification time
 
 _EVERY = 0  # means all threads: no thread has this ident
-_listening: dict[int, Opened] = {}  # thread ident -> the record of its events
+_listening: dict[int, OpenedFiles] = {}  # thread ident -> the record of its events
 _hooked = False
 _mapped: set[tuple[int, ...]] | None = None  # files mapped writable; None: not known yet
 
 
-class Opened:
+class OpenedFiles:
     """A record of the files opened while something was made.
 
     Attributes:
@@ -127,12 +127,12 @@ def hear_again(files: Iterable[tuple[str, Any]]) -> None:
             record.files.setdefault(path, version)
 
 
-def _listens() -> Opened | None:
+def _listens() -> OpenedFiles | None:
     return _listening.get(threading.get_ident()) or _listening.get(_EVERY)
 
 
 @contextmanager
-def opened(everywhere: bool = False, aside: bool = False) -> Iterator[Opened]:
+def opened(everywhere: bool = False, aside: bool = False) -> Iterator[OpenedFiles]:
     """Record what is opened inside this context, and then pass it on to the enclosing context.
 
     Args:
@@ -144,7 +144,7 @@ def opened(everywhere: bool = False, aside: bool = False) -> Iterator[Opened]:
         sys.addaudithook(_heard)
         _hooked = True
     thread = _EVERY if everywhere else threading.get_ident()
-    before, record = _listening.get(thread), Opened()
+    before, record = _listening.get(thread), OpenedFiles()
     _listening[thread] = record
     try:
         yield record

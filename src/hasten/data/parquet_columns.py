@@ -44,7 +44,7 @@ class Scalars:
         return {name: values[:, number] for number, name in enumerate(self.names)}
 
 
-class Fixed:
+class FixedLists:
     """A column of fixed-size lists, which becomes a 2-D tensor."""
 
     def __init__(self, name: str, length: int) -> None:
@@ -99,7 +99,7 @@ class Ragged:
         return {self.name: padded, f"{self.name}_lengths": torch.from_numpy(lengths)}
 
 
-class Passed:
+class PassedThrough:
     """A column of strings or bytes, returned as lists, or of encoded images, which are decoded."""
 
     def __init__(self, name: str, image: bool) -> None:
@@ -182,17 +182,17 @@ def parts_of(
         if name in images:
             if not (is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_struct(kind)):
                 raise HastenError(f"column {name!r} is {kind}: images are columns of bytes, or of {{bytes, path}}")
-            parts.append(Passed(name, image=True))
+            parts.append(PassedThrough(name, image=True))
         elif name in taken:
             continue
         elif _is_number(kind) or is_a.is_temporal(kind):
             scalars.setdefault(str(kind), []).append(name)
         elif is_a.is_fixed_size_list(kind) and _is_number(kind.value_type):
-            parts.append(Fixed(name, kind.list_size))
+            parts.append(FixedLists(name, kind.list_size))
         elif (is_a.is_list(kind) or is_a.is_large_list(kind)) and _is_number(kind.value_type):
             parts.append(Ragged(name, ragged == "packed", padding))
         elif is_a.is_string(kind) or is_a.is_large_string(kind) or is_a.is_binary(kind) or is_a.is_large_binary(kind):
-            parts.append(Passed(name, image=False))
+            parts.append(PassedThrough(name, image=False))
         else:
             raise HastenError(
                 f"column {name!r} is {kind}, of which no tensor can be made",

@@ -49,7 +49,7 @@ _CHECK = 1.0  # seconds between checks of the worker whose batch is due
 _FIELDS = 4  # a worker's beat: sample index, its start (ns), batch number, pid once it can print its stack
 
 
-class Counted:
+class CountedPass:
     """A mixin before torch's iterator class that counts yielded batches, for the loader's state."""
 
     _hasten_ledger: Any
@@ -79,7 +79,7 @@ class Counted:
         return batch
 
 
-class InProcess(Counted, _SingleProcessDataLoaderIter):
+class InProcess(CountedPass, _SingleProcessDataLoaderIter):
     """An iterator that makes batches in the training's own process, on demand."""
 
     def __init__(self, loader: Any) -> None:
@@ -130,7 +130,7 @@ class WorkerInit:
             beat[3] = os.getpid()
 
 
-class WorkerProcesses(Counted, DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
+class WorkerProcesses(CountedPass, DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
     """An iterator over worker processes that says what a killed or hung worker was making."""
 
     def __init__(self, loader: Any) -> None:

@@ -40,7 +40,7 @@ class SampleError(HastenError, RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class SampleFault:
     """A sample that raised an error and was skipped or replaced.
 
     Args:
@@ -60,16 +60,16 @@ class Fault:
     where: str = ""
 
 
-class Ledger:
+class FaultLedger:
     """The faults of a loader's passes, with the warnings about them.
 
     Iterators hold the ledger and not the loader, which would be a reference cycle.
     """
 
     def __init__(self) -> None:
-        self.faults: list[Fault] = []
+        self.faults: list[SampleFault] = []
 
-    def note(self, faults: list[Fault]) -> None:
+    def note(self, faults: list[SampleFault]) -> None:
         """Add a batch's faults, and warn about the very first with its stack."""
         if not self.faults:
             first = faults[0]
@@ -84,7 +84,7 @@ class Ledger:
             warn(f"{len(self.faults)} samples failed so far: {shown}{more}", stacklevel=4)
 
 
-def _fate(fault: Fault) -> str:
+def _fate(fault: SampleFault) -> str:
     return "is left out" if fault.substitute is None else f"is replaced by sample {fault.substitute}"
 
 
@@ -93,7 +93,7 @@ class FetchedBatch:
 
     __slots__ = ("batch", "faults")
 
-    def __init__(self, batch: Any, faults: list[Fault]) -> None:
+    def __init__(self, batch: Any, faults: list[SampleFault]) -> None:
         self.batch = batch
         self.faults = faults
 
@@ -115,7 +115,7 @@ class SampleFetcher(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Any, on_error: str, shared: bool) -> None:
         self.dataset = dataset
         self.on_error = on_error
-        self.faults: list[Fault] = []  # of the current batch
+        self.faults: list[SampleFault] = []  # of the current batch
         self.partial = False  # whether the current batch is only a part of one (see first_batches)
         self.worker: int | None = None
         self._beat = np.zeros(4, np.int64)  # the current sample: index, start (ns), batch number
@@ -237,7 +237,7 @@ class SampleFetcher(Dataset[Any]):
                 raise last
         where = getattr(self.dataset, "where", None) if self.whole is not None else None
         place = "" if where is None else where(index)
-        self.faults.append(Fault(index, batch.epoch, description, stack, other, place))
+        self.faults.append(SampleFault(index, batch.epoch, description, stack, other, place))
 
     def _where(self, batch: KeyedBatch) -> str:
         worker = "" if self.worker is None else f", worker {self.worker}"

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hasten.data import default_type, rng
 from hasten.data.making_samples import only_makes_samples
-from hasten.data.passes import HUNG, Counted
+from hasten.data.passes import HUNG, CountedPass
 from hasten.data.sample_fetcher import IDLE, Collate, SampleFetcher
 from hasten.data.sample_keys import unmoved
 from hasten.errors import HastenError
@@ -37,7 +37,7 @@ class _Task:
         self.worker: int | None = None
 
 
-class ThreadPass(Counted, _BaseDataLoaderIter):
+class ThreadPass(CountedPass, _BaseDataLoaderIter):
     """An iterator that makes batches in threads and yields them in order.
 
     It is for datasets that spend their time with the GIL released (files, decoding, NumPy, pyarrow): batches are not

@@ -80,7 +80,7 @@ class WorkerWatch:
             self.record(worker, 0, state)
 
 
-class Stamped:
+class StampedBatch:
     """A batch, with its worker's RNG state after making it."""
 
     __slots__ = ("batch", "state", "worker")
@@ -90,9 +90,9 @@ class Stamped:
         self.worker = worker
         self.state = state
 
-    def pin_memory(self) -> Stamped:
+    def pin_memory(self) -> StampedBatch:
         """Called by torch's pin_memory thread."""
-        return Stamped(pin_memory(self.batch), self.worker, self.state)
+        return StampedBatch(pin_memory(self.batch), self.worker, self.state)
 
 
 # In a worker process: the dataset's own generators, and the RNG state that was last reported.
@@ -140,7 +140,7 @@ class _Stamp:
         if now == _reported or info is None:
             return batch
         _reported = now
-        return Stamped(batch, info.id, now)
+        return StampedBatch(batch, info.id, now)
 
 
 def kind_of_workers(loader: Any) -> Any:
@@ -245,7 +245,7 @@ def _watched(kind: Any) -> Any:
 
         def _process_data(self, data: Any, *args: Any) -> Any:
             batch = super()._process_data(data, *args)
-            if type(batch) is not Stamped:
+            if type(batch) is not StampedBatch:
                 return batch
             self._hasten_watch.record(batch.worker, self._num_yielded + 1, batch.state)
             return batch.batch
@@ -272,14 +272,14 @@ def settle(iterator: Any) -> None:
             ended.add(_plainly(data).worker_id)  # this worker sends nothing more in this pass
     for index in sorted(iterator._task_info):
         for data in map(_plainly, iterator._task_info[index][1:]):
-            if type(data) is Stamped:
+            if type(data) is StampedBatch:
                 iterator._hasten_watch.record(data.worker, 0, data.state)
 
 
 def _plainly(data: Any) -> Any:
     """Return a worker's batch, without the state that StatefulDataLoader's workers send with it."""
     return (
-        data[0] if type(data) is tuple and data and type(data[0]) in (Stamped, _IterableDatasetStopIteration) else data
+        data[0] if type(data) is tuple and data and type(data[0]) in (StampedBatch, _IterableDatasetStopIteration) else data
     )
 
 

@@ -34,7 +34,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def nothing_heard(command: tuple[str, ...], ended: str, began: float, seconds: float) -> Evidence:
+def evidence_without_report(command: tuple[str, ...], ended: str, began: float, seconds: float) -> Evidence:
     """Return evidence of a run that reported nothing: only how and when it ended.
 
     Args:

@@ -38,7 +38,7 @@ def timed_calls(
         yield rule.timed(what(event, often), fix, worth, HowKnown.MEASURED, place=event.where)
 
 
-def by_line(events: list[Event]) -> list[list[Event]]:
+def group_by_line(events: list[Event]) -> list[list[Event]]:
     """Group events by line, in order of first occurrence: the costliest first, as `Evidence.events_of` sorts them."""
     lines: dict[str, list[Event]] = {}
     for event in events:
@@ -65,7 +65,7 @@ def wait_finding(
 # -- workers ---------------------------------------------------------------------------------------------
 
 
-def opening_share(evidence: Evidence, loader: LoaderFacts, start: EpochStart) -> float:
+def worker_startup_share(evidence: Evidence, loader: LoaderFacts, start: EpochStart) -> float:
     """Return the share of an epoch (0 to 1) that starting its workers takes; 0 for persistent workers or none."""
     if loader.persistent_workers or not loader.num_workers:
         return 0.0

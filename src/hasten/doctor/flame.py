@@ -42,7 +42,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
         return "", f"no flame graph: py-spy did not end within {seconds + _GRACE:.0f} s"
     except OSError as error:
         return "", f"no flame graph: {program}: {error.strerror}"
-    stacks = loading(out.read_text(errors="replace")) if out.is_file() else ""
+    stacks = loading_stacks(out.read_text(errors="replace")) if out.is_file() else ""
     if stacks:
         return stacks, f"{_RATE} samples per second of a process that only loads, while it was not waiting (py-spy)"
     output = " ".join((done.stderr or done.stdout).split())
@@ -54,7 +54,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
     return "", f"no flame graph: py-spy saw nothing{f': {output[-200:]}' if output else ''}"
 
 
-def loading(stacks: str) -> str:
+def loading_stacks(stacks: str) -> str:
     """Return only the folded stacks in which batches are made or passed on, without the frames of process start.
 
     >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
@@ -71,7 +71,7 @@ def loading(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def where_is(pid: int) -> str:
+def script_line_of(pid: int) -> str:
     """Return `file:line` of the script's innermost frame in a process's main thread; "" if that is unknown."""
     program = _py_spy()
     if program is None:

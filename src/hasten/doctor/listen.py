@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 
 from hasten import files
-from hasten.doctor.endings import how_it_ended, nothing_heard, signal_name
+from hasten.doctor.endings import how_it_ended, evidence_without_report, signal_name
 from hasten.doctor.findings import switched
-from hasten.doctor.flame import where_is
+from hasten.doctor.flame import script_line_of
 from hasten.doctor.observe import BENCH, OBSERVERS
 from hasten.doctor.use import Sampler
 from hasten.doctor.verdict.jobs import jobs
@@ -207,7 +207,7 @@ class _Listening:
                     return None
             elif self.options.longest and now - began > self.options.longest + _LATE:
                 self.late = True
-                self.where = where_is(process.pid)
+                self.where = script_line_of(process.pid)
                 return None
 
     @contextlib.contextmanager
@@ -272,7 +272,7 @@ class _Listening:
             evidence = read_live(self.live).as_evidence(ended)
             return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
         except HastenError:
-            blank = nothing_heard(self.command, ended, began, seconds)
+            blank = evidence_without_report(self.command, ended, began, seconds)
             why = "none of its processes imported torch, or none lived long enough to report"
             if ended.startswith("killed by"):
                 why = f"it was {ended}, which leaves it no time to report; it reports once a second"

@@ -18,7 +18,7 @@ from typing import TypeVar
 import psutil
 
 from hasten.doctor.gpus import GpuReading, Gpus
-from hasten.evidence import GpuUse, Use
+from hasten.evidence import GpuUse, MachineUse
 from hasten.evidence.figures import percent
 
 _T = TypeVar("_T")
@@ -166,7 +166,7 @@ class Sampler:
             self._note(what, error)
             return otherwise
 
-    def use(self, origin: float, trains: int, until: float = math.inf) -> Use | None:
+    def use(self, origin: float, trains: int, until: float = math.inf) -> MachineUse | None:
         """Return the use of the machine; None if there are not two rows.
 
         Args:
@@ -180,7 +180,7 @@ class Sampler:
         trains = trains or self._pid
         workers = self._descendants(trains)
         pairs = list(itertools.pairwise(rows))
-        return Use(
+        return MachineUse(
             at=tuple(row.at - origin for row in rows[1:]),
             cpu=tuple(_cpu(a, b, b.members) for a, b in pairs),
             main=tuple(_cpu(a, b, [trains]) for a, b in pairs),

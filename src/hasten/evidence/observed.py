@@ -98,7 +98,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Line:
+class SampledLine:
     """A line of the script at which the training thread was sampled: the innermost line of the script's own code.
 
     Attributes:
@@ -243,7 +243,7 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
-class Use:
+class MachineUse:
     """Use of the machine over time, sampled by the process that watched the training.
 
     Attributes:
@@ -278,7 +278,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessEnvironment:
     """The environment of the training process.
 
     Attributes:
@@ -362,7 +362,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class TriedLive:
+class LiveTrial:
     """A technique switched on and off in the running training: blocks of steps with and without it, in turn.
 
     Attributes:

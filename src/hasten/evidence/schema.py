@@ -19,14 +19,14 @@ from hasten.evidence.observed import (
     Event,
     Inputs,
     Layer,
-    Line,
+    SampledLine,
     Measurement,
     MemoryPoint,
     Sampled,
     Stages,
-    Surroundings,
-    TriedLive,
-    Use,
+    ProcessEnvironment,
+    LiveTrial,
+    MachineUse,
 )
 from hasten.evidence.plain import finite, read_plain
 from hasten.files import json_of, write_own
@@ -228,16 +228,16 @@ class Evidence:
     disturbed: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
     layers: tuple[Layer, ...] = ()
-    lines: tuple[Line, ...] = ()
+    lines: tuple[SampledLine, ...] = ()
     strays: tuple[str, ...] = ()
     sampled: Sampled | None = None
     inputs: Inputs | None = None
     stages: tuple[Stages, ...] = ()
-    use: Use | None = None
-    surroundings: Surroundings | None = None
+    use: MachineUse | None = None
+    surroundings: ProcessEnvironment | None = None
     memory: tuple[MemoryPoint, ...] = ()
     measured: tuple[Measurement, ...] = ()
-    tried: tuple[TriedLive, ...] = ()
+    tried: tuple[LiveTrial, ...] = ()
     loader_bench: LoaderBench | None = None
     schema: str = SCHEMA
 
@@ -287,14 +287,14 @@ class Evidence:
         """Return the successful measurements of changes that a rule suggests."""
         return [change for change in self.measured if change.finding == finding and not change.failed]
 
-    def tried_live(self, finding: str) -> TriedLive | None:
+    def tried_live(self, finding: str) -> LiveTrial | None:
         """Return the result of switching a rule's cure on and off in the run; None if it was not tried, or failed."""
         return next((trial for trial in self.tried if trial.finding == finding and not trial.failed), None)
 
     @property
-    def used(self) -> Use:
+    def used(self) -> MachineUse:
         """The use of the machine; without samples if it was not observed."""
-        return self.use or Use()
+        return self.use or MachineUse()
 
     @property
     def train_loader(self) -> LoaderFacts | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hasten.evidence.figures import percent
 from hasten.evidence.finding import HowKnown
-from hasten.evidence.observed import Layer, Measurement, TriedLive
+from hasten.evidence.observed import Layer, Measurement, LiveTrial
 from hasten.evidence.schema import ASIDE, Evidence, Phase
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)
@@ -101,7 +101,7 @@ def is_sure(evidence: Evidence, finding: str) -> bool:
     return tried is not None and tried.low > 1
 
 
-def _in_blocks(tried: TriedLive) -> str:
+def _in_blocks(tried: LiveTrial) -> str:
     interval = f"{tried.ratio:.2f}x [{tried.low:.2f}, {tried.high:.2f}]"
     besides = f", with {' and '.join(tried.besides)}" if tried.besides else ""
     return f"switched on and off in this run, in {tried.blocks} blocks each{besides}: {interval} as fast a step"

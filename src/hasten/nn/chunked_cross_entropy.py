@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import HastenError
-from hasten.nn.rows import Gradients, Rows
+from hasten.nn.rows import Gradients, RowLosses
 
 _LOGITS = 2**23  # logits in a chunk: 32 MiB in float32, enough rows for a matrix product at full speed
 _REDUCTIONS = ("mean", "sum", "none")
@@ -60,7 +60,7 @@ def chunked_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    rows = Rows(
+    rows = RowLosses(
         ignore_index=ignore_index,
         smoothing=label_smoothing,
         size=chunk or max(1, _LOGITS // weight.shape[0]),
@@ -172,7 +172,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Rows, reduction: str
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: RowLosses, reduction: str
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         counts = target != rows.ignore_index

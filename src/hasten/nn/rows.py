@@ -27,7 +27,7 @@ class Gradients:
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool]) -> Gradients:
         """Return buffers for the wanted gradients (of hidden, weight, bias); those that are summed start at zero."""
-        wide = Rows.wide(hidden)
+        wide = RowLosses.wide(hidden)
         return cls(
             torch.empty_like(hidden) if wanted[0] else None,
             torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
@@ -48,7 +48,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLosses:
     """Computes losses and gradients of rows, with the options of the cross entropy.
 
     Attributes:

@@ -22,15 +22,15 @@ from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.files import write_own
 from hasten.online.auto_plan import beside_others, gain_of, is_auto_plan, plan_of
-from hasten.online.blocks import Wish
+from hasten.online.blocks import BlockRequest
 from hasten.online.course import Course
 from hasten.online.driver import Driver
 from hasten.online.eligibility import candidates, now_left_alone, seconds_of_step, steps_known, too_large, too_short
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
-from hasten.online.record import Event, Measured
-from hasten.online.schedule import Host, Wishes, ask, play_off, search
-from hasten.online.switches import Schedule, Switched
+from hasten.online.record import Event, MeasuredBlock
+from hasten.online.schedule import Host, BlockRequests, ask, play_off, search
+from hasten.online.switches import Schedule, RecordedSwitch
 from hasten.plan import Setting
 from hasten.techniques import Liveness, toml_value
 
@@ -50,7 +50,7 @@ _APART = 100  # lengths of a block between two looks: about a hundredth of the t
 
 
 @dataclass(frozen=True)
-class Around:
+class TunedProcess:
     """What the tuning needs of the process that it tunes.
 
     Attributes:
@@ -83,7 +83,7 @@ class Auto:
     compiling = 0.0
     by_pass: ClassVar[set[int]] = set()  # no block waits for a pass: in a real training passes may be long
 
-    def __init__(self, options: AutoOptions, around: Around) -> None:
+    def __init__(self, options: AutoOptions, around: TunedProcess) -> None:
         self._options, self._around = options, around
         self._recorder, self._board = around.recorder, around.board
         self._recorder.may_rest = False
@@ -220,7 +220,7 @@ class Auto:
 
     # -- the schedule of blocks --------------------------------------------------------------------------------
 
-    def _wishes(self, course: Course, options: OnlineOptions, host: Host) -> Wishes:
+    def _wishes(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         """Request blocks until one of them goes wrong."""
         asks, measured = self._asks(course, options), None
         while not self._why:
@@ -233,7 +233,7 @@ class Auto:
             self._note_why(self._left_alone() or self._losses.wrong(bool(measured.on), watched=bool(new)))
             self._watched |= new
 
-    def _asks(self, course: Course, options: OnlineOptions) -> Wishes:
+    def _asks(self, course: Course, options: OnlineOptions) -> BlockRequests:
         """Request the search's blocks; then keep the chosen set on, and compare it now and then."""
         yield from search(course, options)
         if not _unasked(course):
@@ -248,18 +248,18 @@ class Auto:
             on, other = chosen | self._hopeful, chosen if self._hopeful else plain
             yield from self._stay(course, on, apart)
             for one in (on, other)[:: -1 if turn % 2 else 1]:
-                yield from ask(course, Wish(one, "look"))
+                yield from ask(course, BlockRequest(one, "look"))
             turn += 1
             apart = min(_LONGEST, 2 * apart) if course.chosen() == chosen else 1
 
-    def _stay(self, course: Course, on: frozenset[int], times: int) -> Wishes:
+    def _stay(self, course: Course, on: frozenset[int], times: int) -> BlockRequests:
         """Keep these on until the next look, without measuring and with the recorder mostly at rest."""
         pace = math.exp(course.posterior.level + course.posterior.gain(on)[0])
         apart = max(self._options.look_every, int(_APART * self._block_seconds / pace))
         self._look_at = self._recorder.steps + times * apart
         self._stays = True
         self._recorder.may_rest = self._around.together is None  # ranks must count the same steps, so none may rest
-        yield Wish(on, "stay")
+        yield BlockRequest(on, "stay")
         self._stays = self._recorder.may_rest = False
         self._hopeful = frozenset()
 
@@ -288,7 +288,7 @@ class Auto:
 
     # -- called by the driver ----------------------------------------------------------------------------------
 
-    def write(self, entry: Measured | Event) -> None:
+    def write(self, entry: MeasuredBlock | Event) -> None:
         """Write a switch to the schedule, before the driver makes it."""
         if not isinstance(entry, Event):
             return
@@ -301,7 +301,7 @@ class Auto:
         if self._schedule is None:
             return
         try:
-            self._schedule.write(Switched(self._recorder.steps, self._passes, on))
+            self._schedule.write(RecordedSwitch(self._recorder.steps, self._passes, on))
         except OSError as error:
             self._schedule = None
             self._why = f"{self._options.schedule} cannot be written, and is left empty: {error.strerror}"

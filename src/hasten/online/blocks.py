@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hasten.evidence import ASIDE, Phase, net_seconds
-from hasten.online.cpu_contention import Reading
-from hasten.online.record import Measured
+from hasten.online.cpu_contention import CpuReading
+from hasten.online.record import MeasuredBlock
 
 if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
@@ -27,7 +27,7 @@ _UNSETTLED = 3.0  # times the expected step: still compiling, filling a cache or
 
 
 @dataclass(frozen=True)
-class Wish:
+class BlockRequest:
     """Request for a block, made by the schedule.
 
     Attributes:
@@ -47,7 +47,7 @@ class Wish:
 
 
 @dataclass
-class Open:
+class OpenBlock:
     """Block that is being measured.
 
     Attributes:
@@ -58,7 +58,7 @@ class Open:
             device). The recorder adds them to the following step; they are subtracted there.
     """
 
-    wish: Wish
+    wish: BlockRequest
     on: frozenset[int]
     least_seconds: float
     sync: Callable[[], None]
@@ -73,8 +73,8 @@ class Open:
     phases: list[float] = field(default_factory=lambda: [0.0] * len(Phase))
 
     def __post_init__(self) -> None:
-        self.reading = Reading(self.root)
-        self.slow_since: Reading | None = None
+        self.reading = CpuReading(self.root)
+        self.slow_since: CpuReading | None = None
         self.now: Callable[[], float] = time.perf_counter  # the recorder's clock
 
     def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
@@ -93,7 +93,7 @@ class Open:
             if not self.steps:
                 if self.left_out >= self.wish.skip:
                     self.sync()  # work still queued on the device belongs to steps that do not count
-                self.reading = Reading(self.root)
+                self.reading = CpuReading(self.root)
             return False
         if not self.steps:
             self.began = time.monotonic() - net
@@ -137,14 +137,14 @@ class Open:
         self.slow_since = self.slow_since or self.reading
         return self.slow_since.taken().disturbs
 
-    def over(self) -> Measured:
+    def over(self) -> MeasuredBlock:
         """Return the block's measurement, after waiting for the device."""
         before = self.now()
         self.sync()
         self.seconds += self.now() - before
         mean = tuple(seconds / self.steps for seconds in self.phases)
         taken, on = self.reading.taken(), tuple(sorted(self.on))
-        return Measured(self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs)
+        return MeasuredBlock(self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs)
 
 
 def is_bad(recorder: Recorder) -> bool:

@@ -48,7 +48,7 @@ class CpuContention:
 
 
 @dataclass(frozen=True)
-class Room:
+class CoreUsage:
     """How a set of cores was used during an interval.
 
     Attributes:
@@ -81,7 +81,7 @@ class Room:
         return not room or waited is None or waited >= _WAITED
 
 
-class Reading:
+class CpuReading:
     """Snapshot of CPU times, taken when it is created.
 
     Args:
@@ -99,9 +99,9 @@ class Reading:
 
     def taken(self) -> CpuContention:
         """Return what others took since this snapshot."""
-        return self.until(Reading(self.root))
+        return self.until(CpuReading(self.root))
 
-    def until(self, now: Reading) -> CpuContention:
+    def until(self, now: CpuReading) -> CpuContention:
         """Return what others took between this snapshot and a later one."""
         seconds = now.at - self.at
         if self.cores is None or now.cores is None or self.ours is None or now.ours is None or seconds <= 0:
@@ -111,10 +111,10 @@ class Reading:
         waited = None
         if self.waited is not None and now.waited is not None:
             waited = max(0.0, now.waited - self.waited) / seconds
-        rooms = [Room(count, seconds, idle, count * seconds - idle - steal - ours)]
+        rooms = [CoreUsage(count, seconds, idle, count * seconds - idle - steal - ours)]
         if self.group is not None and now.group is not None:
             used, limit = now.group[0] - self.group[0], now.group[1]
-            rooms.append(Room(limit, seconds, limit * seconds - used, used - ours))
+            rooms.append(CoreUsage(limit, seconds, limit * seconds - used, used - ours))
         stolen = max(0.0, steal / (count * seconds))
         disturbs = stolen >= _DISTURBS or any(room.crowded(waited) for room in rooms)
         return CpuContention(max(room.share for room in rooms), stolen, disturbs)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hasten.online.blocks import Open, Wish, is_bad, synchronize
+from hasten.online.blocks import OpenBlock, BlockRequest, is_bad, synchronize
 from hasten.online.course import Course
 from hasten.online.options import FILLING, FILLS, OnlineOptions
-from hasten.online.record import Event, Measured, Record, Writes
-from hasten.online.schedule import Host, Wishes, schedule
+from hasten.online.record import Event, MeasuredBlock, Record, BlockWriter
+from hasten.online.schedule import Host, BlockRequests, schedule
 from hasten.techniques import Liveness
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class Driver:
         board: Switchboard,
         recorder: Recorder,
         complete: Callable[[], None],
-        wishes: Callable[[Course, OnlineOptions, Host], Wishes] = schedule,
-        record: Writes | None = None,
+        wishes: Callable[[Course, OnlineOptions, Host], BlockRequests] = schedule,
+        record: BlockWriter | None = None,
         root: int | None = None,
     ) -> None:
         self._board, self._recorder, self._complete = board, recorder, complete
@@ -75,9 +75,9 @@ class Driver:
         self._passes = self._early = 0
         self._bad_before = False
         self.compiling = 0.0
-        self._open: Open | None = None
-        self._waiting: Wish | None = None  # requested, and waiting for a pass with other per-pass techniques
-        self._wishes: Wishes | None = wishes(self._course, options, self)
+        self._open: OpenBlock | None = None
+        self._waiting: BlockRequest | None = None  # requested, and waiting for a pass with other per-pass techniques
+        self._wishes: BlockRequests | None = wishes(self._course, options, self)
         self._next(None)
 
     # -- called by the recorder ------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Driver:
     def skip(self) -> None:
         """End the current block without measuring it, and begin the next."""
         if self._wishes is not None:
-            self._next(Measured(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
+            self._next(MeasuredBlock(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
 
     def _pass_over(self, batches: int) -> None:
         """Take in the end of a pass: switch the per-pass techniques, before the next begins."""
@@ -166,7 +166,7 @@ class Driver:
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def _next(self, measured: Measured | None) -> None:
+    def _next(self, measured: MeasuredBlock | None) -> None:
         """Ask the schedule for the next block."""
         assert self._wishes is not None
         try:
@@ -191,10 +191,10 @@ class Driver:
         self._switch(self._open.on)
         self._open.on = self._acting(wish.on)
 
-    def _opened(self, wish: Wish) -> Open:
-        return Open(wish, self._acting(wish.on), self._options.block_seconds, synchronize, root=self._root)
+    def _opened(self, wish: BlockRequest) -> OpenBlock:
+        return OpenBlock(wish, self._acting(wish.on), self._options.block_seconds, synchronize, root=self._root)
 
-    def _block_over(self, block: Open) -> None:
+    def _block_over(self, block: OpenBlock) -> None:
         measured = block.over()
         self.compiling = block.skipped
         self._note_broken()
@@ -274,5 +274,5 @@ class Driver:
         self._complete()
 
 
-def _in_trouble(measured: Measured, why: str) -> Measured:
+def _in_trouble(measured: MeasuredBlock, why: str) -> MeasuredBlock:
     return dataclasses.replace(measured, trouble=why)

@@ -13,7 +13,7 @@ from hasten.evidence import Evidence, LoaderFacts, Machine, Probe, net_seconds, 
 from hasten.evidence.machine import memory_free
 from hasten.online.candidates import applicable
 from hasten.online.options import AutoOptions, Candidate
-from hasten.online.switches import Switched, read_schedule
+from hasten.online.switches import RecordedSwitch, read_schedule
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE, Effect, Liveness, Technique, toml_value
 from hasten.techniques.data.batched_fetch import holds_rows
@@ -137,7 +137,7 @@ def switchable(machine: Machine) -> list[Technique]:
     ]
 
 
-def replayed(schedule: Iterable[Switched]) -> list[Technique]:
+def replayed(schedule: Iterable[RecordedSwitch]) -> list[Technique]:
     """Return one technique object for each setting that the schedule of an earlier run has on."""
     known = {f"{name} {toml_value(setting)}": (name, setting) for one in schedule for name, setting in one.on.items()}
     return [CATALOGUE[name](setting) for name, setting in known.values()]

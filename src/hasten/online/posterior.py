@@ -66,7 +66,7 @@ class CandidateEstimate:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PacedBlock:
     """Measured block: the candidates that were on, log(seconds per step), its process, and whether it was disturbed."""
 
     on: frozenset[int]
@@ -131,12 +131,12 @@ class Posterior:
         self.priors = list(priors)
         self.pairs = dict(pairs)
         self._shared = dict(shared)
-        self.seen: list[Seen] = []
+        self.seen: list[PacedBlock] = []
         self._fitted: tuple[_Filter, float] | None = None
 
     def add(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """Take in a measured block. `seconds` is per step."""
-        self.seen.append(Seen(frozenset(on), math.log(seconds), process, disturbed))
+        self.seen.append(PacedBlock(frozenset(on), math.log(seconds), process, disturbed))
         self._fitted = None
 
     @property
@@ -196,7 +196,7 @@ class Posterior:
         together = (first + place for place, (one, other) in enumerate(self.pairs) if one in on and other in on)
         return [0, *(1 + i for i in on), *together]
 
-    def _rows_of(self, block: Seen) -> list[int]:
+    def _rows_of(self, block: PacedBlock) -> list[int]:
         """Return the terms that acted in a measured block."""
         disturbed = 1 + len(self.priors) + len(self.pairs)
         return [*self._rows(block.on), *([disturbed] if block.disturbed else [])]

@@ -198,7 +198,7 @@ def board_of(options: AutoOptions, recorder: Recorder | None) -> Switchboard:
     return (LeadingBoard if leads else Switchboard)(installed(options), recorder)
 
 
-class Leading:
+class LeadingRank:
     """Rank 0's listener: tunes, and makes the other ranks follow.
 
     Args:
@@ -246,7 +246,7 @@ class Leading:
             self._until = _NEVER
 
 
-class Following:
+class FollowingRank:
     """Listener of any other rank: carries out rank 0's commands.
 
     Args:

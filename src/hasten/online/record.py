@@ -13,7 +13,7 @@ from hasten.evidence.plain import tuples
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBlock:
     """Measured block.
 
     Attributes:
@@ -63,10 +63,10 @@ class Event:
     text: str = ""
 
 
-class Writes(Protocol):
+class BlockWriter(Protocol):
     """Receiver of blocks and events."""
 
-    def write(self, entry: Measured | Event) -> None:
+    def write(self, entry: MeasuredBlock | Event) -> None:
         """Take a block or an event."""
 
 
@@ -80,13 +80,13 @@ class Record:
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
-    def write(self, entry: Measured | Event) -> None:
+    def write(self, entry: MeasuredBlock | Event) -> None:
         """Append one line, in a single write."""
         data = {"is": type(entry).__name__, **dataclasses.asdict(entry)}
         os.write(self._file, (json.dumps(data) + "\n").encode())
 
 
-def read(path: Path, offset: int = 0) -> tuple[list[Measured | Event], int]:
+def read(path: Path, offset: int = 0) -> tuple[list[MeasuredBlock | Event], int]:
     """Return the entries after `offset`, and the offset to continue from. An incomplete last line is left for later."""
     try:
         with path.open("rb") as file:
@@ -98,5 +98,5 @@ def read(path: Path, offset: int = 0) -> tuple[list[Measured | Event], int]:
     return [_of(tuples(json.loads(line))) for line in whole.splitlines()], offset + len(whole)
 
 
-def _of(data: dict[str, Any]) -> Measured | Event:
-    return Measured(**data) if data.pop("is") == "Measured" else Event(**data)
+def _of(data: dict[str, Any]) -> MeasuredBlock | Event:
+    return MeasuredBlock(**data) if data.pop("is") == "Measured" else Event(**data)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from hasten.online.switches import Switched
+from hasten.online.switches import RecordedSwitch
 
 if TYPE_CHECKING:
     from hasten.evidence.open_pass import OpenPass
@@ -31,7 +31,7 @@ class Replay:
 
     def __init__(
         self,
-        schedule: Iterable[Switched],
+        schedule: Iterable[RecordedSwitch],
         board: Switchboard,
         recorder: Recorder,
         say: Callable[[str], None],

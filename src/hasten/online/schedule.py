@@ -11,10 +11,10 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
-from hasten.online.blocks import Wish
+from hasten.online.blocks import BlockRequest
 from hasten.online.course import AS_GOOD, Course
 from hasten.online.options import OnlineOptions
-from hasten.online.record import Event, Measured
+from hasten.online.record import Event, MeasuredBlock
 from hasten.techniques import Liveness
 
 _WARM_UP = 3  # first steps of a new process, which do not count: kernels are chosen, memory is first touched
@@ -53,16 +53,16 @@ class Host(Protocol):
         """Write an event to the record."""
 
 
-Wishes = Generator[Wish, Measured, None]
+BlockRequests = Generator[BlockRequest, MeasuredBlock, None]
 
 
-def schedule(course: Course, options: OnlineOptions, host: Host) -> Wishes:
+def schedule(course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
     """Request all blocks of a tune, one after the other."""
     plan = frozenset(options.plan) if options.plan is not None else None
     if plan is None:
         if options.settled is not None:  # an earlier process settled it before its script ended
             course.settle(frozenset(options.settled))
-            yield from ask(course, Wish(frozenset(), "baseline", skip=_WARM_UP))  # the level of this process
+            yield from ask(course, BlockRequest(frozenset(), "baseline", skip=_WARM_UP))  # the level of this process
         else:
             yield from search(course, options)
             yield from play_off(course, options, host)
@@ -73,38 +73,38 @@ def schedule(course: Course, options: OnlineOptions, host: Host) -> Wishes:
         yield from _claim(plan, course, options, host)
 
 
-def search(course: Course, options: OnlineOptions) -> Wishes:
+def search(course: Course, options: OnlineOptions) -> BlockRequests:
     """Measure the script as it is, then all on, then whatever helps according to draws from the posterior."""
     began = time.monotonic()
     plain: frozenset[int] = frozenset()
-    yield from ask(course, Wish(plain, "baseline", skip=_WARM_UP))
+    yield from ask(course, BlockRequest(plain, "baseline", skip=_WARM_UP))
     if not options.former:  # else an earlier process has measured these
         # If there is time for few blocks only, the first with all on tells more than repetitions.
         if _bears(3, course, options):
-            yield from ask(course, Wish(plain, "baseline", skip=0))
-        yield from ask(course, Wish(course.all_on(), "all on"))
+            yield from ask(course, BlockRequest(plain, "baseline", skip=0))
+        yield from ask(course, BlockRequest(course.all_on(), "all on"))
         if _bears(1, course, options):
-            yield from ask(course, Wish(course.all_on(), "all on"))
+            yield from ask(course, BlockRequest(course.all_on(), "all on"))
     asked = 0
     while time.monotonic() + course.block_seconds < _settling_from(began, course, options) and course.doubtful():
         asked += 1
         # Measure the script as it is now and then, so that drift is not mistaken for the effect of techniques.
         on = course.wants() if asked % _PLAIN_EVERY else plain
-        yield from ask(course, Wish(on, "search" if on else "baseline"))
+        yield from ask(course, BlockRequest(on, "search" if on else "baseline"))
 
 
-def play_off(course: Course, options: OnlineOptions, host: Host) -> Wishes:
+def play_off(course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
     """Measure the finalists in turn, and settle on the fastest: real sets need not be the sums the posterior makes."""
     finalists = course.finalists()
     if not finalists:
         return
-    blocks: dict[frozenset[int], list[Measured]] = {on: [] for on in finalists}
+    blocks: dict[frozenset[int], list[MeasuredBlock]] = {on: [] for on in finalists}
     rounds = next((n for n in range(_ROUNDS, 1, -1) if _bears(n * len(finalists), course, options)), 0)
     for turn in range(rounds):
         for on in finalists[:: -1 if turn % 2 else 1]:
             if len(finalists) < 2 or not _bears(1, course, options):
                 break
-            measured = yield from _block(course, Wish(on, "play-off", exact=bool(on & host.by_pass)))
+            measured = yield from _block(course, BlockRequest(on, "play-off", exact=bool(on & host.by_pass)))
             if _saw(course, measured):
                 blocks[on].append(measured)
     paces = _comparable(blocks)
@@ -127,7 +127,7 @@ def _settle(on: frozenset[int], course: Course, host: Host) -> None:
     host.note(Event("settled", tuple(sorted(on))))
 
 
-def _comparable(blocks: Mapping[frozenset[int], Sequence[Measured]]) -> dict[frozenset[int], list[float]]:
+def _comparable(blocks: Mapping[frozenset[int], Sequence[MeasuredBlock]]) -> dict[frozenset[int], list[float]]:
     """Return log(seconds per step) of each set's blocks: of the undisturbed ones, if every set has some."""
     quiet = all(any(not block.disturbed for block in seen) for seen in blocks.values() if seen)
     return {
@@ -136,12 +136,12 @@ def _comparable(blocks: Mapping[frozenset[int], Sequence[Measured]]) -> dict[fro
     }
 
 
-def ask(course: Course, wish: Wish) -> Wishes:
+def ask(course: Course, wish: BlockRequest) -> BlockRequests:
     """Request a block, and add it to the course."""
     _saw(course, (yield from _block(course, wish)))
 
 
-def _block(course: Course, wish: Wish) -> Generator[Wish, Measured, Measured]:
+def _block(course: Course, wish: BlockRequest) -> Generator[BlockRequest, MeasuredBlock, MeasuredBlock]:
     """Request a block and return it. Note how long it took in all, as an estimate for the next."""
     began = time.monotonic()
     measured = yield wish
@@ -167,7 +167,7 @@ def _settling_from(began: float, course: Course, options: OnlineOptions) -> floa
     return began + whole - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
 
 
-def _saw(course: Course, measured: Measured) -> bool:
+def _saw(course: Course, measured: MeasuredBlock) -> bool:
     """Add a block to the course. Return whether it counts."""
     if not measured.trouble:
         course.saw(measured.on, measured.step_seconds, disturbed=measured.disturbed)
@@ -198,7 +198,7 @@ def _again(cost: float) -> float:
     return max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
 
 
-def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
+def _compile(course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
     """Measure `compile` on top of the settled set, if it may pay for itself within the full training."""
     for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
         if not _may_pay(course, options):
@@ -210,14 +210,14 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
             continue
         chosen = course.chosen()
         expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
-        blocks: dict[frozenset[int], list[Measured]] = {chosen: [], chosen | {index}: []}
+        blocks: dict[frozenset[int], list[MeasuredBlock]] = {chosen: [], chosen | {index}: []}
         for turn in range(_COMPILE_BLOCKS):
-            measured = yield from _block(course, Wish(chosen | {index}, "compile", skip=3, expected=expected))
+            measured = yield from _block(course, BlockRequest(chosen | {index}, "compile", skip=3, expected=expected))
             if not turn:
                 cost = max(0.0, host.compiling - 3 * expected)
                 host.note(Event("compiled", (index,), cost))
             _note(measured, course, blocks)
-            _note((yield from _block(course, Wish(chosen, "compile"))), course, blocks)
+            _note((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
             # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
             last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
             faster, saved = _compiled(blocks, options.total_steps)
@@ -231,7 +231,7 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> Wishes:
             host.note(Event("not worth it", (index,), text=why))
 
 
-def _compiled(blocks: Mapping[frozenset[int], Sequence[Measured]], steps: int) -> tuple[bool, float]:
+def _compiled(blocks: Mapping[frozenset[int], Sequence[MeasuredBlock]], steps: int) -> tuple[bool, float]:
     """Return whether compiled steps are faster, and the seconds that compiling saves over `steps` steps.
 
     Args:
@@ -244,13 +244,13 @@ def _compiled(blocks: Mapping[frozenset[int], Sequence[Measured]], steps: int) -
     return compiled < plain - AS_GOOD, max(0.0, math.exp(plain) - math.exp(compiled)) * steps
 
 
-def _note(measured: Measured, course: Course, blocks: dict[frozenset[int], list[Measured]]) -> None:
+def _note(measured: MeasuredBlock, course: Course, blocks: dict[frozenset[int], list[MeasuredBlock]]) -> None:
     """Add a block to the course, and to its set in `blocks` if that set really acted."""
     if _saw(course, measured):
         blocks.get(frozenset(measured.on), []).append(measured)
 
 
-def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: Host) -> Wishes:
+def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
     """Measure baseline and plan in turn, A B B A. The first pair's duration decides how many there are.
 
     A pair that other processes disturbed is measured again while there is time.
@@ -262,7 +262,7 @@ def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: H
         began, disturbed = time.monotonic(), False
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
             expected = math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.seen else 0.0
-            measured = yield Wish(on, part, exact=exact, expected=expected)
+            measured = yield BlockRequest(on, part, exact=exact, expected=expected)
             disturbed = disturbed or measured.disturbed
         if not turn:
             each = max(1e-3, time.monotonic() - began)

@@ -23,7 +23,7 @@ _ELSE = "name the file that `hasten run --auto` wrote"
 
 
 @dataclass(frozen=True)
-class Switched:
+class RecordedSwitch:
     """One switch of techniques.
 
     Attributes:
@@ -53,7 +53,7 @@ class Schedule:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._write({"schema": f"{_KIND}/1", "command": list(command)})
 
-    def write(self, switched: Switched) -> None:
+    def write(self, switched: RecordedSwitch) -> None:
         """Append a switch."""
         self._write({"step": switched.step, "passes": switched.passes, "on": dict(switched.on)})
 
@@ -77,7 +77,7 @@ def is_schedule(content: bytes) -> bool:
     return isinstance(head, dict) and str(head.get("schema", "")).partition("/")[0] == _KIND
 
 
-def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[Switched]:
+def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[RecordedSwitch]:
     """Read a schedule. Drop a half-written last line, which a killed run leaves, and call `say` with a note.
 
     Raises:
@@ -96,10 +96,10 @@ def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[
     return [_switched(line, f"{path}:{number}") for number, line in enumerate(whole[1:], 2)]
 
 
-def _switched(line: bytes, where: str) -> Switched:
+def _switched(line: bytes, where: str) -> RecordedSwitch:
     try:
         data = parse_json(line)
-        read = Switched(int(data["step"]), int(data["passes"]), dict(data["on"]))
+        read = RecordedSwitch(int(data["step"]), int(data["passes"]), dict(data["on"]))
     except (ValueError, TypeError, KeyError):
         raise HastenError(f"{where}: no line of a schedule", _ELSE) from None
     check(Plan(read.on, path=Path(where)))

@@ -15,7 +15,7 @@ from hasten.parallel.ddp import (
 )
 from hasten.parallel.devices import Devices, choose_devices
 from hasten.parallel.launch import ending, forward, guard, open_world, size_of
-from hasten.parallel.place import Place, find_place
+from hasten.parallel.place import RankPlace, find_place
 from hasten.parallel.rank_agreement import refuse_unlike
 from hasten.parallel.shares import agree_on_batches, distributed_loader, set_epoch
 from hasten.parallel.spawn import spawn

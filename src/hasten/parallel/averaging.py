@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten.errors import HastenError
 from hasten.parallel.flat import copy_back, pieces
-from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.meeting import MeetingTopic, Meeting
 
 _BUCKET = 1 << 25  # bytes per all-reduce
 
@@ -83,7 +83,7 @@ class Averaging:
         """
         touched, self._touched = self._touched, {}
         numbers = sorted(touched)
-        met = self._meeting.meet(About.BACKWARD, at=at, share=samples, pattern=_hash(numbers))
+        met = self._meeting.meet(MeetingTopic.BACKWARD, at=at, share=samples, pattern=_hash(numbers))
         world = self._meeting.world
         if not met.same:
             numbers = self._all_touched(numbers)

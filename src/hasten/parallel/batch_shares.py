@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hasten.errors import HastenError
-from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.meeting import MeetingTopic, Meeting
 
 _AHEAD = 1024  # batches whose indices rank 0 broadcasts at once
 
@@ -209,7 +209,7 @@ def agreed(batching: Any, meeting: Meeting, samples: int, ahead: int) -> Iterato
     drawn = iter(batching) if meeting.world.is_zero else iter(())
     first = True
     while True:
-        if not meeting.meet(About.ORDER, pattern=samples).same:
+        if not meeting.meet(MeetingTopic.ORDER, pattern=samples).same:
             raise HastenError(
                 f"The ranks have parted: the dataset of rank {meeting.world.rank} has {samples} samples, another one's "
                 "has not.",

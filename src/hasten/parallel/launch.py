@@ -29,7 +29,7 @@ from hasten.evidence import this_machine
 from hasten.parallel import rank_failures, world
 from hasten.parallel.command import own_command, rank_environment
 from hasten.parallel.devices import Devices, choose_devices
-from hasten.parallel.place import Place, find_place
+from hasten.parallel.place import RankPlace, find_place
 from hasten.parallel.rendezvous import serve_store
 from hasten.parallel.world import World
 
@@ -100,7 +100,7 @@ def size_of(accelerator: str, devices: Devices, num_nodes: int) -> tuple[int, in
     return (1, 1) if _stays_alone(place, chosen) else (place.size, place.num_nodes)
 
 
-def _stays_alone(place: Place, chosen: list[torch.device]) -> bool:
+def _stays_alone(place: RankPlace, chosen: list[torch.device]) -> bool:
     """Return whether a script of several ranks asks for one device: a second Trainer(devices=1), to test exactly.
 
     Each rank then works alone, but keeps its rank number, so that only rank 0 writes.
@@ -108,7 +108,7 @@ def _stays_alone(place: Place, chosen: list[torch.device]) -> bool:
     return len(chosen) == 1 and place.launcher == "hasten" and place.size > 1
 
 
-def _devices_of(place: Place, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:
+def _devices_of(place: RankPlace, chosen: list[torch.device], devices: Devices, num_nodes: int) -> list[torch.device]:
     """Return the devices of this machine's ranks, by local rank.
 
     Raises:

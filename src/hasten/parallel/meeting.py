@@ -18,7 +18,7 @@ from hasten.parallel.world import World
 _MODULUS = 1 << 20  # squares of smaller numbers, summed over thousands of ranks, are exact in float64
 
 
-class About(IntEnum):
+class MeetingTopic(IntEnum):
     """Kind of collective that the ranks are about to run."""
 
     PASS = 1  # begin a pass through a loader
@@ -30,17 +30,17 @@ class About(IntEnum):
 
 
 _WORDS = {
-    About.PASS: "began a pass through a DataLoader",
-    About.ORDER: "asked a DataLoader for its next batches",
-    About.MODEL: "called a model for the first time",
-    About.BACKWARD: "had called backward",
-    About.METRIC: "told a schedule its metric",
-    About.END: "came to its end",
+    MeetingTopic.PASS: "began a pass through a DataLoader",
+    MeetingTopic.ORDER: "asked a DataLoader for its next batches",
+    MeetingTopic.MODEL: "called a model for the first time",
+    MeetingTopic.BACKWARD: "had called backward",
+    MeetingTopic.METRIC: "told a schedule its metric",
+    MeetingTopic.END: "came to its end",
 }
 
 
 @dataclass(frozen=True)
-class Met:
+class MeetingResult:
     """Result of a meeting.
 
     Attributes:
@@ -63,7 +63,7 @@ class Meeting:
         self.world = world
         self._met = 0
 
-    def meet(self, about: About, *, at: int = 0, share: float = 0.0, pattern: int = 0) -> Met:
+    def meet(self, about: MeetingTopic, *, at: int = 0, share: float = 0.0, pattern: int = 0) -> MeetingResult:
         """Compare with the other ranks what this rank is about to do.
 
         Args:
@@ -92,4 +92,4 @@ class Meeting:
                 "batch, or stopping, by the training loss; decide by what is the same on all ranks.",
                 code=1,
             )
-        return Met(totals[-1], all(same[3:]))
+        return MeetingResult(totals[-1], all(same[3:]))

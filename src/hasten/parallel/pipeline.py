@@ -103,7 +103,7 @@ def refuse(module: nn.Module, layers: nn.Sequential, bounds: list[int]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """This rank's place in its pipeline.
 
     Attributes:
@@ -176,7 +176,7 @@ class Pipeline:
         schedule: "gpipe" or "1f1b".
     """
 
-    def __init__(self, own: Stage, place: Place, loss: Loss, microbatches: int, schedule: str) -> None:
+    def __init__(self, own: Stage, place: StagePlace, loss: Loss, microbatches: int, schedule: str) -> None:
         self.own, self.place, self._loss = own, place, MicrobatchLoss(loss)
         self._microbatches, self._kind = microbatches, schedule
         self._schedules: dict[Any, Any] = {}
@@ -370,7 +370,7 @@ def _without_outputs(schedule: Any) -> dict[str, bool]:
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def gathered(tensors: list[torch.Tensor], place: Place) -> list[torch.Tensor]:
+def gathered(tensors: list[torch.Tensor], place: StagePlace) -> list[torch.Tensor]:
     """Collect tensors that are distributed over the stages on the first stage; a collective.
 
     Args:

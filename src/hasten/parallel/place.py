@@ -18,7 +18,7 @@ MASTER_PORT and the others for its own processes.
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One process among those of a training.
 
     `rank` and `size` count over all machines, `local_rank` and `local_size` on this one; the ranks meet at `address`
@@ -37,7 +37,7 @@ class Place:
     launcher: str
 
 
-def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
+def find_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """Return this process's place, from its environment; None if no launcher started it.
 
     Args:
@@ -67,13 +67,13 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
     return place
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place:
+def _torchrun(environ: Mapping[str, str]) -> RankPlace:
     """Return the place that torchrun's variables describe."""
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     # Some launchers set only the variables that torch itself reads: assume one machine, with a process per device.
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     local_rank = _number(environ, "LOCAL_RANK", rank % max(local_size, 1))
-    return Place(
+    return RankPlace(
         rank=rank,
         local_rank=local_rank,
         size=size,
@@ -92,7 +92,7 @@ def _started_by_srun(environ: Mapping[str, str]) -> bool:
     return step and int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))) > 1
 
 
-def _slurm(environ: Mapping[str, str]) -> Place:
+def _slurm(environ: Mapping[str, str]) -> RankPlace:
     """Return the place that SLURM's variables describe."""
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
     size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
@@ -100,7 +100,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     job = _number(environ, "SLURM_JOB_ID", 0)
     step = int(environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0")))
     node, local_rank = _number(environ, "SLURM_NODEID", 0), _number(environ, "SLURM_LOCALID")
-    return Place(
+    return RankPlace(
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=local_rank,
         size=size,

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from hasten.errors import HastenError
-from hasten.parallel.place import Place
+from hasten.parallel.place import RankPlace
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def serve_store(size: int) -> TCPStore:
     )
 
 
-def open_store(place: Place, limit: timedelta) -> Store:
+def open_store(place: RankPlace, limit: timedelta) -> Store:
     """Open the store through which the ranks find each other, and wait for all of them. Return it.
 
     Raises:
@@ -53,7 +53,7 @@ def open_store(place: Place, limit: timedelta) -> Store:
     return _own_part(store, place, limit)
 
 
-def _own_part(store: Store, place: Place, limit: timedelta) -> Store:
+def _own_part(store: Store, place: RankPlace, limit: timedelta) -> Store:
     """Return a part of the store that only these ranks use, once all of them have joined.
 
     torchrun's agent restarts ranks, and by default gives each generation the same store. Keys of earlier ranks point to
@@ -90,7 +90,7 @@ def _own_part(store: Store, place: Place, limit: timedelta) -> Store:
         time.sleep(0.02)
 
 
-def _unreachable(place: Place, reason: str) -> HastenError:
+def _unreachable(place: RankPlace, reason: str) -> HastenError:
     """Return the error for a store that this rank cannot open or reach."""
     where = f"{place.address}:{place.port}"
     if "EADDRINUSE" in reason:

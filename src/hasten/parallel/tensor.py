@@ -235,7 +235,7 @@ class Gradients:
 # -- what must be equal --------------------------------------------------------------------------------------------
 
 
-class Compared(SameBatch):
+class ReplicaCheck(SameBatch):
     """Compares values that must be equal on the ranks of a group, in steps 1, 2, 4, 8, ... of a training."""
 
     def __init__(self, group: Any, world: World) -> None:

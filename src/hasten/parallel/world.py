@@ -19,7 +19,7 @@ import torch
 
 from hasten import messages
 from hasten.errors import HastenError
-from hasten.parallel.place import Place, find_place
+from hasten.parallel.place import RankPlace, find_place
 from hasten.parallel.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def has_joined() -> bool:
 
 
 def _join(
-    place: Place, backend: str, device: torch.device, timeout: timedelta | float | None, join_timeout: float
+    place: RankPlace, backend: str, device: torch.device, timeout: timedelta | float | None, join_timeout: float
 ) -> World:
     """Meet the other ranks and open the process group, unless other code has opened one. Return the world."""
     import torch.distributed as dist

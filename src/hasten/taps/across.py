@@ -27,12 +27,12 @@ from hasten.errors import HastenError
 from hasten.evidence import Phase, facts
 from hasten.parallel.averaging import Averaging
 from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches, shuffles
-from hasten.parallel.meeting import About, Meeting
+from hasten.parallel.meeting import MeetingTopic, Meeting
 from hasten.parallel.same_data import fingerprint
 from hasten.parallel.same_weights import SameWeights
 from hasten.parallel.sum_over_batch import sum_over_batch
 from hasten.parallel.world import World, has_failed, mark_failed
-from hasten.taps.fed import Fed, why_not_shared
+from hasten.taps.fed import FedBatches, why_not_shared
 
 if TYPE_CHECKING:
     from hasten.taps.config import RankOptions
@@ -42,7 +42,7 @@ _TORCHRUN = "write it for several devices, and start it by `hasten run torchrun 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
-class Across:
+class CarriedRank:
     """One rank's share of the work: splits batches, averages gradients and keeps weights identical across ranks.
 
     Args:
@@ -56,7 +56,7 @@ class Across:
         self.joining = False
         self.optimizers = 0
         self.backwards = 0
-        self.fed = Fed()
+        self.fed = FedBatches()
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._meeting: Meeting | None = None
         self._averaging: Averaging | None = None
@@ -108,7 +108,7 @@ class Across:
         if not self.acts or self._meeting is None or has_failed():
             return
         try:
-            self._meeting.meet(About.END)
+            self._meeting.meet(MeetingTopic.END)
         except (HastenError, RuntimeError):  # another rank still trains (its script gets the error there), or failed
             mark_failed()
             return
@@ -158,7 +158,7 @@ class Across:
         self._modules[module] = None
         self.weights.watch(module)
         self.averaging.add(module.parameters())
-        self.meeting().meet(About.MODEL)
+        self.meeting().meet(MeetingTopic.MODEL)
         self.weights.spread([*module.parameters(), *module.buffers()])
 
     def loaded(self, module: nn.Module) -> None:
@@ -196,7 +196,7 @@ class Across:
         Raises:
             HastenError: The dataset differs between ranks.
         """
-        if not self.meeting().meet(About.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset)).same:
+        if not self.meeting().meet(MeetingTopic.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset)).same:
             state = loader.__dict__.get("_hasten_across")
             where = f" at {state.where}" if state is not None and state.where else ""
             raise HastenError(
@@ -325,5 +325,5 @@ class Across:
     def metric(self, value: Any) -> Any:
         """Return rank 0's value of a metric for a schedule; it may be the loss of rank 0's own share."""
         meeting = self.meeting()
-        meeting.meet(About.METRIC, at=self.fed.given)
+        meeting.meet(MeetingTopic.METRIC, at=self.fed.given)
         return meeting.world.broadcast(float(value))

@@ -13,7 +13,7 @@ from hasten import messages
 from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches
 
 
-class Unshared:
+class UnsharedPass:
     """A pass through a loader whose batches cannot be shared out among ranks.
 
     Attributes:
@@ -24,7 +24,7 @@ class Unshared:
         self.why = why
 
 
-class Fed:
+class FedBatches:
     """The batches that loaders gave to this rank.
 
     Attributes:
@@ -40,14 +40,14 @@ class Fed:
         self.samples, self.all_samples = 1.0, 0
         self.untold: list[LoaderState] = []
         self._announced: set[str] = set()  # `file:line` of loaders
-        self._since: dict[Pass | Unshared, int] = {}  # pass -> number of batches that it gave since the last backward
+        self._since: dict[Pass | UnsharedPass, int] = {}  # pass -> number of batches that it gave since the last backward
 
     def gave(self, iterator: Any) -> None:
         """Count a batch that a loader just gave."""
         self.given += 1
         current = _pass_of(iterator)
         self._since[current] = self._since.get(current, 0) + 1
-        if isinstance(current, Unshared):
+        if isinstance(current, UnsharedPass):
             return
         current.gives()
         if current.shared and current.state.where not in self._announced:
@@ -72,7 +72,7 @@ class Fed:
             # that the script left early (`for batch in val_loader: ...; if done: break`).
             if times > 1 and len(self._since) > 1:
                 continue
-            if isinstance(fed, Unshared):
+            if isinstance(fed, UnsharedPass):
                 return fed.why
             fed.backward()
             if fed.uneven_ahead(int(os.environ["WORLD_SIZE"])):
@@ -101,12 +101,12 @@ def why_not_shared(loader: Any) -> str:
     return ""
 
 
-def _pass_of(iterator: Any) -> Pass | Unshared:
+def _pass_of(iterator: Any) -> Pass | UnsharedPass:
     """Return the pass of a loader's iterator; unknown kinds of iterators count as not shared out."""
     batches = iterator.__dict__.get("_index_sampler")
     if isinstance(batches, SharedBatches) and batches.current is not None:
         return batches.current
-    known: Unshared | None = iterator.__dict__.get("_hasten_unshared")
+    known: UnsharedPass | None = iterator.__dict__.get("_hasten_unshared")
     if known is None:
-        known = iterator.__dict__["_hasten_unshared"] = Unshared(f"a {type(iterator).__name__} gives them")
+        known = iterator.__dict__["_hasten_unshared"] = UnsharedPass(f"a {type(iterator).__name__} gives them")
     return known

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from hasten.evidence import Evidence, TriedLive
+    from hasten.evidence import Evidence, LiveTrial
     from hasten.evidence.facts import LearningRates
     from hasten.evidence.recorder import Recorder
     from hasten.online.driver import Driver
@@ -108,7 +108,7 @@ class Session(ABC):
         self.heard: Evidence | None = None
         self.recorded: Recorder | None = None
         self.try_changes: Callable[[float, Listener], bool] | None = None
-        self.tried: Callable[[], tuple[TriedLive, ...]] | None = None
+        self.tried: Callable[[], tuple[LiveTrial, ...]] | None = None
         self.error = self.ended = self.stopped_at = ""
 
     @property

@@ -22,7 +22,7 @@ from hasten.errors import HastenError
 from hasten.taps.wrapping import tap
 
 if TYPE_CHECKING:
-    from hasten.taps.across import Across
+    from hasten.taps.across import CarriedRank
 
 _MARK = b"hasten: rank 0 saved a checkpoint under this name\n"
 _LONGEST = 1800.0  # seconds that a rank waits for rank 0; gloo waits as long for a rank
@@ -31,7 +31,7 @@ _COMPARED = 1 << 23  # bytes at a file's end that identify it: a zip file has it
 _LOADS = "hasten/loads"
 
 
-def install(across: Across) -> None:
+def install(across: CarriedRank) -> None:
     """Set the taps."""
     import torch
 
@@ -62,7 +62,7 @@ def install(across: Across) -> None:
 class _Rank0:
     """Rank 0's side: saves for real, and publishes the path of each file that it loads."""
 
-    def __init__(self, across: Across) -> None:
+    def __init__(self, across: CarriedRank) -> None:
         self._across = across
         self._saved: set[tuple[int, int]] = set()  # identities of the saved files, see `_bytes_of`
         self._loads: Counter[str] = Counter()
@@ -97,7 +97,7 @@ class _Rank0:
 class _Other:
     """The side of the other ranks: saves marks, and reads rank 0's files in their place."""
 
-    def __init__(self, across: Across, rank: int) -> None:
+    def __init__(self, across: CarriedRank, rank: int) -> None:
         self._across = across
         self._rank = rank
         self._saves = False

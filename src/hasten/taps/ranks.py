@@ -9,14 +9,14 @@ from typing import Any
 
 from hasten.evidence import facts
 from hasten.parallel.batch_shares import LoaderState
-from hasten.taps.across import Across
-from hasten.taps.fed import Unshared, why_not_shared
+from hasten.taps.across import CarriedRank
+from hasten.taps.fed import UnsharedPass, why_not_shared
 from hasten.taps.protocol import Session
 from hasten.taps.rank_files import install as install_files
 from hasten.taps.wrapping import tap
 
 
-def under(session: Session) -> Across:
+def under(session: Session) -> CarriedRank:
     """Set the taps inside those of techniques, and return the Across that they call.
 
     Gradients are averaged before a technique sees them: a technique that scales losses must find an overflow on all
@@ -27,13 +27,13 @@ def under(session: Session) -> Across:
     import torch
 
     torch.manual_seed(options.seed())  # a script's own `manual_seed` comes later and overrides it
-    across = Across(session, options)
+    across = CarriedRank(session, options)
     session.on_model.append(across.model)
     _tap_backward(across)
     return across
 
 
-def over(across: Across) -> None:
+def over(across: CarriedRank) -> None:
     """Set the taps around those of techniques: they see what the script gets."""
     import torch
 
@@ -53,7 +53,7 @@ def over(across: Across) -> None:
     tap(torch.nn.Module, "load_state_dict", loading)
 
 
-def _tap_what_is_distributed(across: Across) -> None:
+def _tap_what_is_distributed(across: CarriedRank) -> None:
     """Refuse a script that is written for several processes: it must be started by torchrun instead.
 
     nn.DataParallel is allowed, on the rank's one GPU.
@@ -90,7 +90,7 @@ def _tap_what_is_distributed(across: Across) -> None:
     tap(torch.nn.DataParallel, "__init__", paralleling)
 
 
-def _tap_loaders(across: Across) -> None:
+def _tap_loaders(across: CarriedRank) -> None:
     import torch.utils.data.dataloader as room
 
     kind: Any = room.DataLoader
@@ -112,7 +112,7 @@ def _tap_loaders(across: Across) -> None:
             across.begins(self)
             iterator = begin(self)
             if why := why_not_shared(self):
-                iterator.__dict__["_hasten_unshared"] = Unshared(why)
+                iterator.__dict__["_hasten_unshared"] = UnsharedPass(why)
             return iterator
 
         return __iter__
@@ -147,7 +147,7 @@ def _tap_loaders(across: Across) -> None:
     tap(room._BaseDataLoaderIter, "__next__", giving)
 
 
-def _tap_backward(across: Across) -> None:
+def _tap_backward(across: CarriedRank) -> None:
     import torch
 
     def averaging(plain: Any) -> Any:
@@ -167,7 +167,7 @@ def _tap_backward(across: Across) -> None:
     tap(torch.autograd, "grad", asking)
 
 
-def _tap_optimizers(across: Across) -> None:
+def _tap_optimizers(across: CarriedRank) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from hasten import messages
 from hasten.evidence import Evidence
 from hasten.evidence.recorded import so_far as evidence_so_far
-from hasten.online.auto import Around, Auto
+from hasten.online.auto import TunedProcess, Auto
 from hasten.online.eligibility import ranks_differ, told_without_asking
-from hasten.online.rank_sync import Following, Leading, LeadingBoard
+from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard
 from hasten.online.replay import Replay
 from hasten.online.switches import read_schedule
 from hasten.switchboard import Switchboard
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hasten.taps.protocol import Session
 
 
-Told = Auto | Leading | Following | Replay
+Told = Auto | LeadingRank | FollowingRank | Replay
 
 
 def begin(session: Session, built: Built) -> Told | None:
@@ -38,12 +38,12 @@ def begin(session: Session, built: Built) -> Told | None:
     if options.replay:  # every rank replays on its own, as all count the same steps
         told = Replay(read_schedule(Path(options.schedule), say), board, recorder, say, over)
     elif session.rank:
-        told = Following(board, recorder, session.rank, over)
+        told = FollowingRank(board, recorder, session.rank, over)
     else:
         evidence, command = functools.partial(so_far, session, built), session.config.command
         ranks = ranks_differ if isinstance(board, LeadingBoard) else None
-        auto = Auto(options, Around(board, recorder, command, evidence, say, over, ranks))
-        told = Leading(auto, board) if isinstance(board, LeadingBoard) else auto
+        auto = Auto(options, TunedProcess(board, recorder, command, evidence, say, over, ranks))
+        told = LeadingRank(auto, board) if isinstance(board, LeadingBoard) else auto
     session.steps_over.tell(told.on_step)
     return told
 

@@ -13,7 +13,7 @@ from hasten.trainer.callbacks.base import callbacks_named, state_key
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.flag_values import seconds
 from hasten.trainer.loggers import CSVLogger
-from hasten.trainer.loggers.base import Nothing
+from hasten.trainer.loggers.base import NoOpExperiment
 from hasten.trainer.profiling import PROFILERS, NoProfiler
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def with_module_callbacks(trainer: Trainer, brought: Any) -> None:
     )
 
 
-class SilentLogger(Nothing):
+class SilentLogger(NoOpExperiment):
     """A logger for `fast_dev_run`: any method called on it, or on its experiment, does nothing."""
 
     name = version = save_dir = root_dir = log_dir = None

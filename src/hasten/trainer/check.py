@@ -26,7 +26,7 @@ from hasten.check.checked import Checked
 from hasten.check.listen import listen
 from hasten.check.options import WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import Ended, Techniques
+from hasten.check.runs import FinishedRun, Techniques
 from hasten.check.witness import Witness
 from hasten.child import die_with_parent
 from hasten.data import rng
@@ -102,7 +102,7 @@ class _Forks:
         self._random = rng.state()
         self._running: set[multiprocessing.process.BaseProcess] = set()
 
-    def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+    def __call__(self, plan: Techniques, witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
         """Fit once, in a fork; see `hasten.check.run.Runner`."""
         scratch = folder / "scratch"
         scratch.mkdir()
@@ -123,7 +123,7 @@ class _Forks:
         failed = f"not done after {_TIMEOUT_SECONDS:.0f} s" if hung else ""
         if process.exitcode and not hung:
             failed = log.splitlines()[-1] if log else f"exit code {process.exitcode}"
-        return Ended(failed, scratch / "files", log[-2000:])
+        return FinishedRun(failed, scratch / "files", log[-2000:])
 
     def stop(self) -> None:
         """Kill the running forks."""

@@ -131,7 +131,7 @@ def _check_validation(trainer: Trainer, module: str) -> None:
         trainer.warn(f"You defined a `validation_step` but have no `val_dataloader` in {module}: validation is skipped")
 
 
-def settle_limits(trainer: Trainer) -> None:
+def resolve_limits(trainer: Trainer) -> None:
     """Set `max_epochs` if it was not given, and raise for a minimum above its maximum."""
     config = trainer.config
     if config.max_epochs is None:

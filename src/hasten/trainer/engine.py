@@ -20,7 +20,7 @@ from hasten.trainer.callbacks.base import Callback
 from hasten.trainer.feeding import Feed
 from hasten.trainer.logged import LoggedValues, NothingLogged
 from hasten.trainer.module import Module
-from hasten.trainer.outermost import found_in
+from hasten.trainer.outermost import record_outermost
 from hasten.trainer.precision import precision_named
 from hasten.trainer.strategies import strategy_named
 
@@ -213,7 +213,7 @@ class Engine:
         """Return the step for a training's first batch, in which model techniques learn which modules are called."""
         if self.outermost is not None or not self.run.acting("model"):
             return step
-        return found_in(step, self.model, self.run, self._keep_outermost)
+        return record_outermost(step, self.model, self.run, self._keep_outermost)
 
     def _keep_outermost(self, names: list[str]) -> None:
         self.outermost = names

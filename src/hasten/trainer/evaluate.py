@@ -59,7 +59,7 @@ class _EvaluationLoop:
 
     def __init__(self, trainer: Trainer, hooks: Hooks, source: Combined, stage: str) -> None:
         self._trainer, self._hooks, self._source, self._stage = trainer, hooks, source, stage
-        self._draws = feeding.draws(getattr(trainer.model, f"{stage}_step"))
+        self._draws = feeding.draws_batches(getattr(trainer.model, f"{stage}_step"))
         self.several = source.mode == "sequential" and len(source.leaves) > 1
         if not self._draws:
             _check_dataloader_idx(trainer, hooks, stage, self.several)
@@ -75,9 +75,9 @@ class _EvaluationLoop:
         hooks.call(f"on_{stage}_start")
         hooks.call(f"on_{stage}_epoch_start")
         own_step = getattr(trainer.model, f"{stage}_step")
-        self._step = steps.called(trainer, f"{stage}_step", own_step)
+        self._step = steps.wrap_step_method(trainer, f"{stage}_step", own_step)
         self._with_idx = steps.takes_batch_idx(own_step)
-        self._preparing = [] if self._draws else feeding.preparing(trainer, stage)
+        self._preparing = [] if self._draws else feeding.batch_transforms(trainer, stage)
         self._on_start, self._on_end = hooks.of(f"on_{stage}_batch_start"), hooks.of(f"on_{stage}_batch_end")
 
     def batches(self, limits: list[float]) -> Iterator[tuple[Any, int, int]]:

@@ -161,7 +161,7 @@ def _set_val_check(trainer: Trainer) -> None:
         )
 
 
-def draws(method: Any) -> bool:
+def draws_batches(method: Any) -> bool:
     """Return whether a step draws its batches itself: it has an argument `dataloader_iter`."""
     return "dataloader_iter" in inspect.signature(method).parameters
 
@@ -270,7 +270,7 @@ def nothing_left() -> Any:
     raise StopIteration
 
 
-def preparing(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:
+def batch_transforms(trainer: Trainer, stage: str) -> list[Callable[[Any, int], Any]]:
     """Return the functions applied to each batch before a step: hooks that are defined, and the copy to the device."""
     hooks, device = trainer.engine.hooks, trainer.device
     path: list[Callable[[Any, int], Any]] = []

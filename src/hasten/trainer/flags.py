@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.trainer.errors import UnknownFlagError
 
-OF_OLD = {
+OLD_FLAGS = {
     "epochs": "max_epochs=N",
     "num_epochs": "max_epochs=N",
     "n_epochs": "max_epochs=N",
@@ -83,8 +83,8 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
     for name in given:
         if name in known:
             continue
-        if name in OF_OLD:
-            raise UnknownFlagError(f"Trainer({name}=...) is not a flag of hasten's Trainer", f"instead: {OF_OLD[name]}")
+        if name in OLD_FLAGS:
+            raise UnknownFlagError(f"Trainer({name}=...) is not a flag of hasten's Trainer", f"instead: {OLD_FLAGS[name]}")
         if name in _ELSEWHERE:
             raise UnknownFlagError(f"Trainer({name}=...) is another Trainer's, and not hasten's", _ELSEWHERE[name])
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
@@ -116,7 +116,7 @@ def set_by(from_environment: Mapping[str, tuple[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def noting(from_environment: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
+def note_environment(from_environment: Mapping[str, tuple[str, Any]]) -> Iterator[None]:
     """Add the flags set by the environment to any error raised inside: the script does not show them."""
     try:
         yield

@@ -101,7 +101,7 @@ def _left_out(name: str, setting: Setting) -> str:
 _ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
-def one_or_all(given: Mapping[str, Any]) -> list[str]:
+def notes_on_one(given: Mapping[str, Any]) -> list[str]:
     """Return a line for each flag given as 1 or 1.0, which mean different things and are easily confused."""
     notes = []
     for name in (*_ONE_OR_ALL, "overfit_batches", "val_check_interval"):

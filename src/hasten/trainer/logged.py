@@ -325,7 +325,7 @@ class NothingLogged(LoggedValues):
         """Do nothing."""
 
 
-class NamesOnly(NothingLogged):
+class LoggedNames(NothingLogged):
     """Stores the names of logged values, and nothing else.
 
     Attributes:

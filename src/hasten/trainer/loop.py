@@ -117,7 +117,7 @@ class FitLoop:
             self._batches(step)
         except StopIteration:
             # A step with `dataloader_iter` asked for more batches than there are. Any other step has a bug.
-            if not feeding.draws(trainer.model.training_step):
+            if not feeding.draws_batches(trainer.model.training_step):
                 raise
             self.last = True
         if not progress.batch_idx and self.ahead is not None and not progress.should_stop:
@@ -251,8 +251,8 @@ class FitLoop:
 
     def _input_pipeline(self, step: steps.Step) -> InputPipeline:
         """Return how batches reach the step; a step that takes `dataloader_iter` draws them itself."""
-        if not feeding.draws(self.trainer.model.training_step):
-            return self.fetch, feeding.preparing(self.trainer, "train"), step, lambda hook: hook
+        if not feeding.draws_batches(self.trainer.model.training_step):
+            return self.fetch, feeding.batch_transforms(self.trainer, "train"), step, lambda hook: hook
         drawn = feeding.DataLoaderIterator(self.fetch, self.progress.batch_idx)
         return drawn.itself, [], self._drawing(step, drawn), drawn.told
 

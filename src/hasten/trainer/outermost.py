@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hasten.trainer.steps import Step
 
 
-def found_in(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list[str]], None]) -> Step:
+def record_outermost(step: Step, module: torch.nn.Module, run: Run, keep: Callable[[list[str]], None]) -> Step:
     """Return a step that records which modules it calls, and afterwards lets techniques change them.
 
     The step itself runs unchanged: which modules are called is known only afterwards.

@@ -44,7 +44,7 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     Returns:
         The result of the Trainer's method.
     """
-    if spawned.starts_processes(trainer):
+    if spawned.must_start_ranks(trainer):
         return spawned.run(run, trainer, fn, path, options)
     engine = trainer.engine
     trainer.progress.should_stop = engine.stopping.interrupted = False

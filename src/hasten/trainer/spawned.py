@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
 
-def starts_processes(trainer: Trainer) -> bool:
+def must_start_ranks(trainer: Trainer) -> bool:
     """Return whether this process must start the ranks of a run: the strategy says so, and it is not a rank itself."""
     if not trainer.engine.strategy.starts_here or find_place() is not None:
         return False

@@ -16,7 +16,7 @@ class Function(StrEnum):
     PREDICTING = "predict"
 
 
-class Running(StrEnum):
+class RunningLoop(StrEnum):
     """The loop that is running."""
 
     TRAINING = "train"
@@ -63,11 +63,11 @@ class Stage:
     """
 
     fn: Function | str | None = None
-    stage: Running | str | None = None
+    stage: RunningLoop | str | None = None
     status: Status | str = Status.INITIALIZING
 
     def __setattr__(self, name: str, value: str | None) -> None:
-        kind = {"fn": Function, "stage": Running, "status": Status}[name]
+        kind = {"fn": Function, "stage": RunningLoop, "status": Status}[name]
         object.__setattr__(self, name, value if value is None else kind(value))
 
     def __eq__(self, other: object) -> bool:

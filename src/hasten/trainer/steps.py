@@ -37,7 +37,7 @@ def takes_batch_idx(method: Any) -> bool:
     return len(parameters) >= 2 or any(p.name == "batch_idx" for p in parameters)
 
 
-def called(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_step_method(trainer: Trainer, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step method of the module in what changes its forward: the strategy (DDP), the profiler and techniques."""
     engine = trainer.engine
     module, run = engine.model, engine.run
@@ -88,7 +88,7 @@ def automatic(trainer: Trainer, hooks: Hooks) -> Step:
     engine, progress, module = trainer.engine, trainer.progress, trainer.model
     optimizing = engine.optimizing
     optimizer = optimizing.optimizers[0]
-    training_step = called(trainer, "training_step", module.training_step)
+    training_step = wrap_step_method(trainer, "training_step", module.training_step)
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
@@ -242,7 +242,7 @@ def preparation(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[], 
 def manual(trainer: Trainer, hooks: Hooks) -> Step:
     """Return the step of a module with manual optimization, which steps its optimizers itself."""
     module = trainer.model
-    training_step = called(trainer, "training_step", module.training_step)
+    training_step = wrap_step_method(trainer, "training_step", module.training_step)
     if not takes_batch_idx(module.training_step):
         takes_batch = training_step
         training_step = lambda batch, batch_idx: takes_batch(batch)  # noqa: E731
@@ -274,7 +274,7 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     run = trainer.engine.run
     plain: Callable[..., Any]
     if own is not None:
-        plain = through(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
+        plain = through_techniques(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
     elif run.acting("backward"):
         plain = run.wrapped("backward", torch.autograd.backward)
     else:
@@ -292,7 +292,7 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     return backward
 
 
-def through(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[..., None]:
+def through_techniques(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[..., None]:
     """Wrap a module's own `backward` so that the `loss.backward()` in it passes through the techniques.
 
     `Tensor.backward` looks `torch.autograd.backward` up at each call, so that name is replaced for the call.

@@ -20,7 +20,7 @@ from hasten.trainer.config import Config
 from hasten.trainer.config_docs import documentation, takes
 from hasten.trainer.engine import Engine
 from hasten.trainer.errors import refuse_class
-from hasten.trainer.flags import FlagAttribute, noting, refuse_unknown, set_by
+from hasten.trainer.flags import FlagAttribute, note_environment, refuse_unknown, set_by
 from hasten.trainer.loggers.base import Logger
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.progress import Progress
@@ -62,9 +62,9 @@ class Trainer(TrainerProperties):
     def __init__(self, **flags: Any) -> None:
         from_environment = adapter().environment_flags(type(self).__name__, flags)
         flags |= {name: value for name, (_, value) in from_environment.items()}
-        with noting(from_environment):
+        with note_environment(from_environment):
             self._set_up(flags)
-        for line in (*set_by(from_environment), *installing.one_or_all(flags)):
+        for line in (*set_by(from_environment), *installing.notes_on_one(flags)):
             self.say(line)
 
     def _set_up(self, flags: dict[str, Any]) -> None:
@@ -374,7 +374,7 @@ class Trainer(TrainerProperties):
         if datamodule is not None and any(loader is not None for loader in loaders.values()):
             raise self.misconfigured(f"{fn}() got both loaders and a datamodule", "give one of them")
         if fn == "fit":
-            checks.settle_limits(self)
+            checks.resolve_limits(self)
             for line in self._remarks:
                 self.say(line, once=True)
         self.engine.attach(model, datamodule, loaders, fn == "fit")

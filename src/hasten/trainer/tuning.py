@@ -22,13 +22,13 @@ from hasten.evidence import Evidence, this_machine
 from hasten.evidence.recorded import so_far
 from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
-from hasten.online.auto import Around, Auto
+from hasten.online.auto import TunedProcess, Auto
 from hasten.online.auto_plan import AUTO_NAME, new_files
 from hasten.online.eligibility import replayed, switchable, told_without_asking
 from hasten.online.options import AutoOptions
-from hasten.online.rank_sync import Following, Leading, LeadingBoard
+from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard
 from hasten.online.replay import Replay
-from hasten.online.switches import Switched, is_schedule, read_schedule
+from hasten.online.switches import RecordedSwitch, is_schedule, read_schedule
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, build
@@ -67,12 +67,12 @@ class Tuning(StepClock):
         least_seconds: A shorter fit is not tuned.
     """
 
-    def __init__(self, schedule: list[Switched] | None = None) -> None:
+    def __init__(self, schedule: list[RecordedSwitch] | None = None) -> None:
         super().__init__()
         self.seconds = self.least_seconds = 60.0
         self._schedule = schedule
         self._board: LeadingBoard | None = None
-        self._controller: Auto | Leading | Following | Replay | None = None
+        self._controller: Auto | LeadingRank | FollowingRank | Replay | None = None
         self._next_call = 0  # the controller is next called after this many steps
 
     def board(self, flags: Mapping[str, Setting | None], installed: Mapping[str, Setting]) -> Switchboard:
@@ -110,9 +110,9 @@ class Tuning(StepClock):
         if self._schedule is not None:
             self._controller = Replay(self._schedule, self._board, recorder, trainer.say, on_end)
         elif trainer.world.rank:
-            self._controller = Following(self._board, recorder, trainer.world.rank, on_end)
+            self._controller = FollowingRank(self._board, recorder, trainer.world.rank, on_end)
         else:
-            around = Around(
+            around = TunedProcess(
                 self._board,
                 recorder,
                 tuple(sys.argv),
@@ -122,7 +122,7 @@ class Tuning(StepClock):
                 _no_objection if trainer.world.size > 1 else None,
             )
             auto = Auto(self._options(trainer), around)
-            self._controller = Leading(auto, self._board) if trainer.world.size > 1 else auto
+            self._controller = LeadingRank(auto, self._board) if trainer.world.size > 1 else auto
         self.listen(trainer, recorder)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

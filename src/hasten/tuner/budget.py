@@ -12,7 +12,7 @@ _SLOW_STEP = 0.5  # seconds: with slower steps, one pass is checked instead of t
 _ONE_THREAD = 2.0  # rough slowdown of a step in the check, which computes on one thread
 
 
-class Spent:
+class TimeSpent:
     """Stopwatch of a tune's stages: time counts for the stage that was named last.
 
     Args:

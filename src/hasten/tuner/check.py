@@ -15,7 +15,7 @@ from pathlib import Path
 from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.run import check_plan
-from hasten.check.runs import CheckTimeoutError, Ended, Say
+from hasten.check.runs import CheckTimeoutError, FinishedRun, Say
 from hasten.child import Child, how_it_ended, scratch_folder, start_logged
 from hasten.evidence import read_evidence, this_machine
 from hasten.plan import Setting
@@ -94,7 +94,7 @@ class Processes:
     options: CheckOptions
     _going: set[Child] = field(default_factory=set)
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> Ended:
+    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
         """Run the training once; see `hasten.check.run.Runner`."""
         config = config_of(plan, witness, folder, saved, self.command, self.options)
         assert config.trial is not None
@@ -145,23 +145,23 @@ def config_of(
     return RunConfig(dict(plan), evidence, command, trial, quiet=True, witness=witness)
 
 
-def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> Ended:
+def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> FinishedRun:
     """Return the result of a run, from its exit code (None: it was ended) and the files it left."""
     log = last_lines(folder / "log")
     saved = folder / "scratch" / "files"
     if code is None:
-        return Ended(f"not done after {seconds:.0f} s", saved, log)
+        return FinishedRun(f"not done after {seconds:.0f} s", saved, log)
     path = folder / "evidence.json"
     evidence = read_evidence(path) if path.is_file() else None
     if code:
         last = log.splitlines()[-1].strip() if log else ""
         name = how_it_ended(code)
         error = evidence.error if evidence is not None else ""
-        return Ended(error or (f"{name}: {last}" if last else name), saved, log)
+        return FinishedRun(error or (f"{name}: {last}" if last else name), saved, log)
     if evidence is None:
-        return Ended("", saved, log)
+        return FinishedRun("", saved, log)
     # Techniques that act through environment variables take effect before torch is imported, so nothing records it.
     acting = {one.name for one in build(plan, CATALOGUE) if overrides(one, "environment")}
     idle = tuple(name for name in plan if name not in evidence.installed and name not in acting)
     alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
-    return Ended("", saved, log, idle, alone)
+    return FinishedRun("", saved, log, idle, alone)

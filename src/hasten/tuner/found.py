@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from hasten.evidence.interval import middle_of
 from hasten.online.course import Course
-from hasten.online.cpu_contention import Reading
-from hasten.online.record import Measured
+from hasten.online.cpu_contention import CpuReading
+from hasten.online.record import MeasuredBlock
 from hasten.plan import Setting
 from hasten.tuner.proof import MachineNoise, Ratio
 from hasten.tuner.trial import Trial
@@ -35,7 +35,7 @@ class Claimed:
 
 
 @dataclass
-class Found:
+class SearchState:
     """State of a search: what was measured and chosen so far.
 
     Attributes:
@@ -51,7 +51,7 @@ class Found:
 
     course: Course
     warm: bool = True
-    blocks: list[Measured] = field(default_factory=list)
+    blocks: list[MeasuredBlock] = field(default_factory=list)
     chosen: frozenset[int] = frozenset()
     compiling: float | None = None
     notes: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Found:
         self.course.drop(gone, reason, lasting)
         self.chosen -= gone
 
-    def sides(self) -> list[tuple[Measured, Measured]]:
+    def sides(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
         """Return the claim's pairs of blocks, (plain, plan), each measured one right after the other."""
         wanted = tuple(sorted(self.chosen))
         sides = [
@@ -77,8 +77,8 @@ class Found:
             for one in self.blocks
             if not one.trouble and ((one.part == "plain" and not one.on) or (one.part == "plan" and one.on == wanted))
         ]
-        pairs: list[tuple[Measured, Measured]] = []
-        waits: Measured | None = None
+        pairs: list[tuple[MeasuredBlock, MeasuredBlock]] = []
+        waits: MeasuredBlock | None = None
         for one in sides:
             if waits is None or waits.part == one.part or one.began - waits.began > _APART + waits.seconds:
                 waits = one  # the former block's other side was never measured, since the process ended
@@ -87,7 +87,7 @@ class Found:
             waits = None
         return pairs
 
-    def counted(self) -> list[tuple[Measured, Measured]]:
+    def counted(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
         """Return the pairs that make up the claim: the undisturbed ones, if there are at least three.
 
         Otherwise those of which both sides or neither were disturbed; if these are fewer than two, all pairs.
@@ -138,20 +138,20 @@ class Found:
         return found
 
 
-def taken_of(measured: Sequence[Measured | Trial]) -> float | None:
+def taken_of(measured: Sequence[MeasuredBlock | Trial]) -> float | None:
     """Return the mean share of the CPU that others took, from 0 to 1; None if none of these was disturbed."""
     if not any(one.disturbed for one in measured):
         return None
     return statistics.fmean(one.taken or 0.0 for one in measured)
 
 
-class Quiet:
+class QuietMeter:
     """Measures how quiet the machine was since this object was created."""
 
     def __init__(self) -> None:
-        self._before = Reading()
+        self._before = CpuReading()
 
-    def noise(self, found: Found) -> MachineNoise:
+    def noise(self, found: SearchState) -> MachineNoise:
         """Return the noise of the machine since creation, and the scatter of the blocks."""
         taken = self._before.taken()
         return MachineNoise(taken.steal, taken.others, found.course.posterior.noise if found.blocks else None)

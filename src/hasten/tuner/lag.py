@@ -16,7 +16,7 @@ _SMALLEST = 1e-6  # of the loss: smaller scatter comes from rounding, not from b
 
 
 @dataclass(frozen=True)
-class Lag:
+class LossShift:
     """Shift between the plan's losses and the baseline's.
 
     Attributes:
@@ -32,7 +32,7 @@ class Lag:
     unshifted: float
 
 
-def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> Lag | None:
+def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> LossShift | None:
     """Return the shift of the plan's losses against the baseline's; None if there is none, or it cannot be known.
 
     Both sides get the same batches, and some batches are harder than others: the scatter of the losses around their
@@ -45,7 +45,7 @@ def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> Lag | No
         baseline: Step number -> loss of the baseline.
         plan: Step number -> loss under the plan.
     """
-    found: dict[int, list[Lag]] = {}
+    found: dict[int, list[LossShift]] = {}
     for start in range(0, max(plan, default=0) + 2 - _WINDOW, _STRIDE):
         lag = _in_window(baseline, plan, start)
         if lag is not None:
@@ -55,7 +55,7 @@ def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> Lag | No
     return None
 
 
-def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], start: int) -> Lag | None:
+def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], start: int) -> LossShift | None:
     ours, theirs = _scatter(plan, start), _scatter(baseline, start)
     if ours is None or theirs is None:
         return None
@@ -67,7 +67,7 @@ def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], start: 
         other = _scatter(baseline, start + steps)
         if other is None or statistics.correlation(theirs, other) >= _FOLLOWS_NOT:
             continue
-        lags.append(Lag(start + 1, steps, statistics.correlation(ours, other), unshifted))
+        lags.append(LossShift(start + 1, steps, statistics.correlation(ours, other), unshifted))
     best = max(lags, key=lambda lag: lag.follows, default=None)
     return best if best is not None and best.follows >= _FOLLOWS else None
 

@@ -17,7 +17,7 @@ _ASSUMED_EPOCHS = 10
 
 
 @dataclass(frozen=True)
-class Length:
+class TrainingLength:
     """Number of epochs of the full training, and how that is known."""
 
     epochs: int
@@ -35,23 +35,23 @@ def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
     return None
 
 
-def length_of(command: Sequence[str], baseline: Timing) -> Length:
+def length_of(command: Sequence[str], baseline: Timing) -> TrainingLength:
     """Return the training's length from `--epochs 90`, `--epochs=90` or `epochs=90` on its command line.
 
     Without such an argument, assume ten minutes and at least ten epochs. Without a DataLoader, 1,000 steps count as an
     epoch.
     """
     if named := epochs_named(command):
-        return Length(named[0], f"{named[1]} on the command line")
+        return TrainingLength(named[0], f"{named[1]} on the command line")
     seconds = max(1e-9, seconds_per_epoch(baseline))
-    return Length(
+    return TrainingLength(
         max(_ASSUMED_EPOCHS, round(_ASSUMED_SECONDS / seconds)),
         "assumed: the command line names no number of epochs",
         assumed=True,
     )
 
 
-def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
+def seen_to_its_end(length: TrainingLength, run: Evidence | None) -> TrainingLength:
     """Replace an assumed length by the passes of a run that ended by itself, if all its passes were complete.
 
     If passes are cut short, by the script (`next(iter(loader))` in each step, a `break`) or by a trial, their number
@@ -62,7 +62,7 @@ def seen_to_its_end(length: Length, run: Evidence | None) -> Length:
     trained = [one for one in run.passes if one.trained]
     if len({one.loader for one in trained}) != 1 or any(one.batches != loader.batches for one in trained):
         return length
-    return Length(len(trained), "a process of this tune came to the end of the training")
+    return TrainingLength(len(trained), "a process of this tune came to the end of the training")
 
 
 def steps_seen(run: Evidence) -> int:
@@ -74,7 +74,7 @@ def steps_seen(run: Evidence) -> int:
     return max(1, run.steps, min(whole, 2 * run.steps))
 
 
-def steps_of(length: Length, timing: Timing) -> int:
+def steps_of(length: TrainingLength, timing: Timing) -> int:
     """Return the number of steps of the full training."""
     return max(1, int(length.epochs * seconds_per_epoch(timing) / max(1e-6, timing.step)))
 

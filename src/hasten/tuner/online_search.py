@@ -12,10 +12,10 @@ from hasten.child import PATIENCE, Child
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.online.options import FILLING, FILLS, OnlineOptions
-from hasten.online.record import Event, Measured, read
+from hasten.online.record import Event, MeasuredBlock, read
 from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.length import steps_seen
 from hasten.tuner.trial import Trials, last_lines
 
@@ -49,11 +49,11 @@ class OnlineSearch:
     def __init__(
         self,
         trials: Trials,
-        found: Found,
+        found: SearchState,
         options: OnlineOptions,
         startup: float,
         say: Say,
-        on_block: Callable[[Measured], None],
+        on_block: Callable[[MeasuredBlock], None],
         step: float = 0.0,
     ) -> None:
         self._trials, self._found, self._options = trials, found, options
@@ -198,7 +198,7 @@ class _Process:
     """
 
     def __init__(
-        self, trials: Trials, found: Found, options: OnlineOptions, on_block: Callable[[Measured], None], step: float
+        self, trials: Trials, found: SearchState, options: OnlineOptions, on_block: Callable[[MeasuredBlock], None], step: float
     ) -> None:
         self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
         self._first_block = max(2.0, _STEPS_OF_A_BLOCK * step)
@@ -260,13 +260,13 @@ class _Process:
         said, self._offset = read(path, self._offset)
         for one in said:
             self._heard = max(self._heard, time.monotonic())
-            if isinstance(one, Measured):
+            if isinstance(one, MeasuredBlock):
                 self._compiles = False
                 self._block(one)
             else:
                 self._event(one)
 
-    def _block(self, block: Measured) -> None:
+    def _block(self, block: MeasuredBlock) -> None:
         found = self._found
         found.blocks.append(block)
         if _counts(block) and block.part not in ("plain", "plan"):
@@ -313,5 +313,5 @@ def _last_step(run: Evidence) -> int:
     return run.steps if behind > _LONG_END else 0
 
 
-def _counts(block: Measured) -> bool:
+def _counts(block: MeasuredBlock) -> bool:
     return not block.trouble

@@ -13,12 +13,12 @@ from hasten.check.checked import Checked
 from hasten.evidence import ASIDE, PHASES, this_machine
 from hasten.online.candidates import Applicable
 from hasten.online.posterior import CandidateEstimate
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
-from hasten.tuner.found import Claimed, Found, taken_of
-from hasten.tuner.length import Length, full_seconds
+from hasten.tuner.found import Claimed, SearchState, taken_of
+from hasten.tuner.length import TrainingLength, full_seconds
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import (
     Answer,
@@ -65,12 +65,12 @@ class Measurements:
         noise: How quiet the machine was.
     """
 
-    found: Found
+    found: SearchState
     asked: Applicable
     trials: Trials
     baseline: Baseline
     pairs: list[tuple[Trial, Trial]]
-    length: Length
+    length: TrainingLength
     checked: Checked | None
     start: float
     budget: float
@@ -145,7 +145,7 @@ def plan_of(proof: Proof) -> Plan:
     )
 
 
-def block_of(block: Measured, found: Found, start: float) -> Block:
+def block_of(block: MeasuredBlock, found: SearchState, start: float) -> Block:
     """Return a block in the report's form: with names, and times relative to the tune's start."""
     part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
     names = tuple(found.course.candidates[i].called for i in block.on)
@@ -160,12 +160,12 @@ def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timin
     return [(a.timing, b.timing) for a, b in pairs if a.timing and b.timing]
 
 
-def effects_of(found: Found) -> set[Effect]:
+def effects_of(found: SearchState) -> set[Effect]:
     """Return the effects of the plan's techniques on the result."""
     return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
 
 
-def _claimed(found: Found, pairs: list[tuple[Trial, Trial]]) -> Claimed:
+def _claimed(found: SearchState, pairs: list[tuple[Trial, Trial]]) -> Claimed:
     """Return the claim: from blocks in turn, else from fresh processes in turn, else the search's own estimate."""
     if not found.chosen:
         return Claimed(Ratio(1.0, 1.0, 1.0), "nothing is changed")
@@ -190,7 +190,7 @@ def _parity(all_: Measurements) -> Parity:
     return parity_of(all_.pairs, effects_of(all_.found))
 
 
-def full_run(timings: Sequence[tuple[Timing, Timing]], length: Length) -> FullRun | None:
+def full_run(timings: Sequence[tuple[Timing, Timing]], length: TrainingLength) -> FullRun | None:
     """Return the estimated time of the full training on both sides; None if no process reached an epoch's end."""
     if not timings or any(side.epoch is None for pair in timings for side in pair):
         return None
@@ -217,7 +217,7 @@ def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
     )
 
 
-def _tried(found: Found) -> tuple[Tried, ...]:
+def _tried(found: SearchState) -> tuple[Tried, ...]:
     """Return every setting that was measured or failed, with its estimated effect."""
     rows = []
     for index, (one, estimate) in enumerate(
@@ -239,7 +239,7 @@ def _tried(found: Found) -> tuple[Tried, ...]:
     return tuple(rows)
 
 
-def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
+def _why_lost(found: SearchState, index: int, estimate: CandidateEstimate) -> str:
     """Return why a measured setting is not in the plan."""
     name = found.course.candidates[index].name
     others = {found.course.candidates[i].name for i in found.chosen}
@@ -252,7 +252,7 @@ def _why_lost(found: Found, index: int, estimate: CandidateEstimate) -> str:
     return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
 
 
-def _doubtful(found: Found) -> tuple[str, ...]:
+def _doubtful(found: SearchState) -> tuple[str, ...]:
     """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
     course, known = found.course, found.course.estimates(found.chosen)
     return tuple(
@@ -278,7 +278,7 @@ def _memory(a: list[Trial], b: list[Trial]) -> Memory:
     return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
 
 
-def _phases(found: Found, baseline: Baseline, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
+def _phases(found: SearchState, baseline: Baseline, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
     """Return seconds per phase of a step, by side: from the claim's blocks, else fresh processes, else the baseline."""
     if found.chosen and len(measured := found.phases()) == 2:
         return {side: _by_name(phases) for side, phases in measured.items()}

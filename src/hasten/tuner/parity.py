@@ -11,7 +11,7 @@ from hasten.evidence import Evidence
 from hasten.evidence.figures import percent
 from hasten.evidence.interval import Estimate, mean_of
 from hasten.techniques import Effect
-from hasten.tuner.lag import Lag, lag_of
+from hasten.tuner.lag import LossShift, lag_of
 from hasten.tuner.proof import Answer, Parity, ParityCheck
 from hasten.tuner.stats import mean_of_course, mean_of_pairs
 from hasten.tuner.trial import Trial
@@ -266,7 +266,7 @@ def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:
             return
 
 
-def _of_lag(lag: Lag, seed: int) -> str:
+def _of_lag(lag: LossShift, seed: int) -> str:
     steps = f"{abs(lag.steps)} {'step' if abs(lag.steps) == 1 else 'steps'} {'later' if lag.steps > 0 else 'earlier'}"
     does = "leaves batches out" if lag.steps > 0 else "puts batches in"
     return (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import TOO_SHORT_TO_COMPILE, compiling_may_pay
 from hasten.techniques import Liveness
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.trial import Trial, Trials
 
 _TIMEOUT = 150.0  # seconds, plus four times the longest trial so far, after which a trial counts as hung
@@ -17,12 +17,12 @@ _MOST_CRASHES = 4
 
 def search_apart(
     trials: Trials,
-    found: Found,
+    found: SearchState,
     baseline: Trial,
     steps: int,
     until: float,
     say: Callable[[str], None],
-    on_block: Callable[[Measured], None],
+    on_block: Callable[[MeasuredBlock], None],
 ) -> None:
     """Measure all techniques on, then leave out what the posterior doubts, each set in a process of its own.
 
@@ -59,23 +59,23 @@ def search_apart(
     found.chosen = course.chosen()
 
 
-def _saw(found: Found, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[Measured], None]) -> bool:
+def _saw(found: SearchState, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[MeasuredBlock], None]) -> bool:
     """Add a trial to the search as a block. Return whether it measured anything."""
     began = time.monotonic() - trial.seconds
     if trial.timing is None:
-        block = Measured(began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}")
+        block = MeasuredBlock(began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}")
     else:
         cost = trial.timing.cost
         steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1
         taken, disturbed = trial.taken, trial.disturbed
-        block = Measured(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
+        block = MeasuredBlock(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
         found.course.saw(on, cost, disturbed=trial.disturbed)
     found.blocks.append(block)
     on_block(block)
     return trial.timing is not None
 
 
-def _blame(found: Found, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
+def _blame(found: SearchState, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
     """Switch off for good the one candidate that never ran before; if there are several, add them singly from here."""
     course = found.course
     ran = {i for block in found.blocks if not block.trouble for i in block.on}

@@ -21,7 +21,7 @@ from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.online.prior import Prior
 from hasten.plan import Setting
-from hasten.tuner.found import Found
+from hasten.tuner.found import SearchState
 from hasten.tuner.proof import Proof, beside_others
 from hasten.tuner.training_key import Key, changes, without_paths
 
@@ -38,7 +38,7 @@ _MOST = 3.0  # of log(seconds per step): no technique has a larger effect, so a 
 
 
 @dataclass(frozen=True)
-class Learned:
+class SettingResult:
     """Results for one setting.
 
     Attributes:
@@ -61,7 +61,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoreFile:
     """Content of a store file.
 
     Attributes:
@@ -80,14 +80,14 @@ class Stored:
     plan: dict[str, Setting]
     speedup: tuple[float, float, float]
     proven: str
-    learned: tuple[Learned, ...]
+    learned: tuple[SettingResult, ...]
     prior: Prior
     disturbed: float | None = None
     schema: str = SCHEMA
 
 
 @dataclass(frozen=True)
-class Recalled:
+class RecalledTraining:
     """Knowledge of a training from an earlier tune.
 
     Attributes:
@@ -98,7 +98,7 @@ class Recalled:
     """
 
     said: str
-    learned: dict[str, Learned] = field(default_factory=dict)
+    learned: dict[str, SettingResult] = field(default_factory=dict)
     prior: Prior | None = None
     same: bool = False
 
@@ -106,7 +106,7 @@ class Recalled:
 # -- writing -----------------------------------------------------------------------------------------------
 
 
-def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
+def remember(folder: Path, key: Key, found: SearchState, proof: Proof) -> str:
     """Store what a tune learned. Return why that was not possible, in a line; "" if it was.
 
     Args:
@@ -123,7 +123,7 @@ def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
             now = {_name(one) for one in learned}
             learned += tuple(one for one in before.learned if _name(one) not in now)
             prior = prior.beside(before.prior)
-    stored = Stored(
+    stored = StoreFile(
         key=key,
         date=proof.created,
         plan=found.plan(),
@@ -141,14 +141,14 @@ def remember(folder: Path, key: Key, found: Found, proof: Proof) -> str:
     return ""
 
 
-def _text(stored: Stored) -> str:
+def _text(stored: StoreFile) -> str:
     """Return JSON with one line per field, so that diffs in a repository are readable."""
     fields = dataclasses.asdict(stored).items()
     lines = (f" {json.dumps(name)}: {json.dumps(value, allow_nan=False, ensure_ascii=False)}" for name, value in fields)
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _learned(found: Found) -> tuple[Learned, ...]:
+def _learned(found: SearchState) -> tuple[SettingResult, ...]:
     """Return the results of each setting that was measured, now or in an earlier tune, or that is off for good."""
     course = found.course
     learned = []
@@ -158,14 +158,14 @@ def _learned(found: Found) -> tuple[Learned, ...]:
             continue
         seen = course.validation.estimate(index, ()) if course.validation.seen else None
         validation = (seen.mean, seen.spread) if seen is not None else None
-        learned.append(Learned(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off))
+        learned.append(SettingResult(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off))
     return tuple(learned)
 
 
 # -- reading -----------------------------------------------------------------------------------------------
 
 
-def recall(folder: Path, key: Key) -> Recalled | None:
+def recall(folder: Path, key: Key) -> RecalledTraining | None:
     """Return what earlier tunes learned about a training; None if it was never tuned here.
 
     Args:
@@ -178,10 +178,10 @@ def recall(folder: Path, key: Key) -> Recalled | None:
     if not trouble:
         return best
     said = "; ".join([best.said, trouble[0]] if best is not None else trouble[:1])
-    return dataclasses.replace(best or Recalled(""), said=said)
+    return dataclasses.replace(best or RecalledTraining(""), said=said)
 
 
-def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
+def _best(known: Sequence[tuple[Path, StoreFile]], key: Key) -> RecalledTraining | None:
     """Return the latest tune of the same training; else of one whose effects apply here; else only what changed."""
     for path, stored in known:
         if stored.key == key:
@@ -193,17 +193,17 @@ def _best(known: Sequence[tuple[Path, Stored]], key: Key) -> Recalled | None:
         if stored.key.place == key.place:
             said = f"{changes(stored.key, key)}: what the tune of {_day(stored)} learned counts for less"
             return _recalled(stored, said, same=False)
-    return Recalled(f"{changes(known[0][1].key, key)}: what was known is not used") if known else None
+    return RecalledTraining(f"{changes(known[0][1].key, key)}: what was known is not used") if known else None
 
 
-def applied(candidates: Sequence[Candidate], recalled: Recalled | None) -> tuple[Candidate, ...]:
+def applied(candidates: Sequence[Candidate], recalled: RecalledTraining | None) -> tuple[Candidate, ...]:
     """Return the candidates with an earlier tune's estimates as their priors, deviations widened."""
     if recalled is None or recalled.prior is None:
         return tuple(candidates)
     return tuple(_with(one, recalled, recalled.prior) for one in candidates)
 
 
-def drop_again(course: Course, recalled: Recalled | None) -> None:
+def drop_again(course: Course, recalled: RecalledTraining | None) -> None:
     """Switch off candidates that crashed, hung or broke their promise in an earlier tune of the same training."""
     if recalled is None or not recalled.same:
         return
@@ -213,7 +213,7 @@ def drop_again(course: Course, recalled: Recalled | None) -> None:
             course.drop([index], f"{_EARLIER}{learned.off.removeprefix(_EARLIER)}", lasting=True)
 
 
-def _with(one: Candidate, recalled: Recalled, prior: Prior) -> Candidate:
+def _with(one: Candidate, recalled: RecalledTraining, prior: Prior) -> Candidate:
     learned = recalled.learned.get(one.key)
     if learned is None or one.key not in prior.rows:
         return one
@@ -234,12 +234,12 @@ def _wide(spread: float, same: bool) -> float:
     return max(spread, _LEAST_SPREAD) * (_WIDER if same else _MUCH_WIDER)
 
 
-def _recalled(stored: Stored, said: str, same: bool) -> Recalled:
+def _recalled(stored: StoreFile, said: str, same: bool) -> RecalledTraining:
     prior = stored.prior.widened(_WIDER if same else _MUCH_WIDER, _LEAST_SPREAD)
-    return Recalled(said, {_name(one): one for one in stored.learned}, prior, same)
+    return RecalledTraining(said, {_name(one): one for one in stored.learned}, prior, same)
 
 
-def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stored]]:
+def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, StoreFile]]:
     """Yield the stored files of this script, on any machine. Append problems with invalid files to `trouble`."""
     name = re.compile(re.escape(key.stem) + r"-[0-9a-f]{12}\.json")
     try:
@@ -259,13 +259,13 @@ def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stor
             yield path, stored
 
 
-def _read(path: Path) -> Stored:
+def _read(path: Path) -> StoreFile:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise HastenError("it is not a file")
     if found.st_size > _MOST_BYTES:
         raise HastenError(f"it has {found.st_size:,} bytes, and is none that tune wrote")
-    stored = read_plain(Stored, path, SCHEMA, "what a tune learned", "delete it, or give --no-memory")
+    stored = read_plain(StoreFile, path, SCHEMA, "what a tune learned", "delete it, or give --no-memory")
     figures = [(one.mean, one.spread) for one in stored.learned]
     figures += [one.validation for one in stored.learned if one.validation is not None]
     sane = all(abs(mean) <= _MOST and 0 <= spread <= _MOST for mean, spread in figures)  # NaN is neither
@@ -274,7 +274,7 @@ def _read(path: Path) -> Stored:
     return stored
 
 
-def _name(one: Learned) -> str:
+def _name(one: SettingResult) -> str:
     return Candidate(one.name, one.setting).key
 
 
@@ -283,5 +283,5 @@ def _why(error: Exception) -> str:
     return without_paths(text.splitlines()[0])[:200]
 
 
-def _day(stored: Stored) -> str:
+def _day(stored: StoreFile) -> str:
     return day[0] if (day := re.match(r"\d{4}-\d\d-\d\d", stored.date)) else "an unknown day"

@@ -20,7 +20,7 @@ from hasten.child import PATIENCE, Child, how_it_ended, start_logged
 from hasten.errors import OUT_OF_MEMORY, HastenError
 from hasten.evidence import Evidence, read_evidence
 from hasten.messages import is_terminal
-from hasten.online.cpu_contention import Reading
+from hasten.online.cpu_contention import CpuReading
 from hasten.plan import Setting
 from hasten.taps.config import RunConfig, TrialOptions, environment
 from hasten.tuner.timing import Timing, timing_of
@@ -104,7 +104,7 @@ class Trials:
         return trial
 
     def _run(self, config: RunConfig, folder: Path, timeout: float) -> Trial:
-        start, reading = time.monotonic(), Reading()
+        start, reading = time.monotonic(), CpuReading()
         with (folder / "log").open("wb") as log:
             child = self.start(config, log)
             watch = _MemoryWatch(child.pid)

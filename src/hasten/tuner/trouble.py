@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.techniques import CATALOGUE, Effect
-from hasten.tuner.found import Found, taken_of
-from hasten.tuner.length import Length
+from hasten.tuner.found import SearchState, taken_of
+from hasten.tuner.length import TrainingLength
 from hasten.tuner.outcome import effects_of, full_run, timings_of
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import Answer, beside_others
@@ -25,7 +25,7 @@ class Trouble:
     blamed: tuple[str, ...]
 
 
-def trouble_of(found: Found, pairs: list[tuple[Trial, Trial]], length: Length) -> Trouble | None:
+def trouble_of(found: SearchState, pairs: list[tuple[Trial, Trial]], length: TrainingLength) -> Trouble | None:
     """Return the first problem that the proof shows; None if it confirms the plan."""
     if not found.chosen:
         return None

@@ -21,19 +21,19 @@ from hasten.errors import HastenError
 from hasten.online.candidates import Applicable, applicable, validation_share
 from hasten.online.course import Course
 from hasten.online.options import OnlineOptions
-from hasten.online.record import Measured
+from hasten.online.record import MeasuredBlock
 from hasten.plan import Plan
 from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
-from hasten.tuner.budget import Spent, block_seconds, check_seconds, checked_passes, checked_steps
+from hasten.tuner.budget import TimeSpent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Claimed, Found, Quiet
+from hasten.tuner.found import Claimed, SearchState, QuietMeter
 from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
 from hasten.tuner.process_search import search_apart
 from hasten.tuner.proof import Block, Proof, beside_others, in_words
-from hasten.tuner.store import Recalled, applied, drop_again, recall, remember
+from hasten.tuner.store import RecalledTraining, applied, drop_again, recall, remember
 from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
@@ -113,16 +113,16 @@ class _Tune:
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.end = start + options.budget - _REPORT * options.started
-        self.start, self.spent = start, Spent(start)
+        self.start, self.spent = start, TimeSpent(start)
         self.check_took = 0.0  # seconds of the last check
         self.block = block_seconds(options.budget, float("inf"))  # until the training's length is known
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
         self.checked: Checked | None = None
-        self.quiet = Quiet()
+        self.quiet = QuietMeter()
         self.key: tuple[Path, Key] | None = None
-        self.recalled: Recalled | None = None
+        self.recalled: RecalledTraining | None = None
 
     def run(self) -> Tuned:
         self.baseline = self._baseline()
@@ -182,12 +182,12 @@ class _Tune:
             self.say(self.recalled.said)
             self.notes.append(self.recalled.said)
 
-    def _found(self, warm: bool) -> Found:
+    def _found(self, warm: bool) -> SearchState:
         share = validation_share(self.baseline.evidence) if warm else 0.0
         prior = self.recalled.prior if self.recalled is not None else None
         course = Course(self.asked.candidates, self.options.order, False, share, live=warm, prior=prior)
         drop_again(course, self.recalled)
-        return Found(course, warm)
+        return SearchState(course, warm)
 
     # -- the search ----------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class _Tune:
         )
         return OnlineSearch(self.trials, self.found, options, self.startup, self.say, self._told, self.step)
 
-    def _told(self, block: Measured) -> None:
+    def _told(self, block: MeasuredBlock) -> None:
         if self.on_block is not None:
             self.on_block(block_of(block, self.found, self.start), self.found.claimed())
 

@@ -18,7 +18,7 @@ from hasten.evidence import (
     GpuUse,
     Inputs,
     Layer,
-    Line,
+    SampledLine,
     LoaderFacts,
     Machine,
     MemoryPoint,
@@ -29,8 +29,8 @@ from hasten.evidence import (
     Probe,
     Sampled,
     Stages,
-    Surroundings,
-    Use,
+    ProcessEnvironment,
+    MachineUse,
 )
 
 GIB = 1 << 30
@@ -138,7 +138,7 @@ def evidence(
         "ended_at": at,
         "steps": len(starts),
         "listened": "doctor",
-        "surroundings": Surroundings(threads=4, interop_threads=4, jpeg="libjpeg-turbo", filesystem="ext4"),
+        "surroundings": ProcessEnvironment(threads=4, interop_threads=4, jpeg="libjpeg-turbo", filesystem="ext4"),
     }
     return Evidence(**{**plain, **fields})
 
@@ -148,12 +148,12 @@ def event(kind: str, seconds: float = 0.0, count: int = 200, line: int = 20, **m
     return Event(kind, f"/home/me/train.py:{line}", count, min(count, 200), seconds, **more)
 
 
-def use(**constant: Any) -> Use:
+def use(**constant: Any) -> MachineUse:
     """The machine over ten seconds; a number stands for a series that does not change."""
     series = {
         name: (value,) * 10 if isinstance(value, int | float) else tuple(value) for name, value in constant.items()
     }
-    return Use(at=tuple(map(float, range(10))), **series)
+    return MachineUse(at=tuple(map(float, range(10))), **series)
 
 
 def gpu_use(**constant: Any) -> GpuUse:
@@ -272,7 +272,7 @@ _layers = st.builds(
     where=_places,
 )
 _lines = st.builds(
-    Line, _places, st.sampled_from(["", "f"]), st.sampled_from(PHASES), st.floats(0, 1), _few, st.booleans()
+    SampledLine, _places, st.sampled_from(["", "f"]), st.sampled_from(PHASES), st.floats(0, 1), _few, st.booleans()
 )
 _operators = st.builds(Operator, st.sampled_from(["aten::mm", "aten::conv2d"]), st.floats(0, 100), _seconds, _seconds)
 _sampled = st.builds(
@@ -308,7 +308,7 @@ _gpus = st.builds(
     GpuUse, st.just("H200"), _bytes, st.floats(0, 700), _series(_shares), _series(_bytes), _series(st.floats(0, 700)),
 )  # fmt: skip
 _uses = st.builds(
-    Use,
+    MachineUse,
     at=_series(_seconds),
     cpu=_series(st.floats(0, 70)),
     main=_series(st.floats(0, 70)),
@@ -326,7 +326,7 @@ _uses = st.builds(
     gpus=_series(_gpus),
 )
 _surroundings = st.builds(
-    Surroundings, st.none() | _few, _few, _few, _few, st.sampled_from(["", "libjemalloc.so"]),
+    ProcessEnvironment, st.none() | _few, _few, _few, _few, st.sampled_from(["", "libjemalloc.so"]),
     st.sampled_from(["", "expandable_segments:True"]), _places,
     st.sampled_from(["", "ext4", "nfs4", "overlay", "fuse.gcsfuse"]), st.sampled_from([None, True, False]),
     st.sampled_from(["", "libjpeg", "libjpeg-turbo"]),

@@ -23,8 +23,8 @@ from hasten.evidence import (
     Operator,
     Sampled,
     Severity,
-    Surroundings,
-    TriedLive,
+    ProcessEnvironment,
+    LiveTrial,
 )
 from tests.doctor.findings.made import event, evidence
 
@@ -74,7 +74,7 @@ class TestPrecision:
         finding = of("full_precision", seen)
         assert finding is not None
         assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in finding.fix
-        other = of("full_precision", dataclasses.replace(seen, surroundings=Surroundings(preload="libjemalloc.so")))
+        other = of("full_precision", dataclasses.replace(seen, surroundings=ProcessEnvironment(preload="libjemalloc.so")))
         assert other is not None
         assert "GLIBC_TUNABLES" not in other.fix
         monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=67108864")
@@ -341,7 +341,7 @@ class TestDebugTools:
         assert finding.worth == pytest.approx(0.6)
 
     def test_anomaly_detection_that_was_switched_off_in_the_run(self) -> None:
-        live = TriedLive("debug_tools_on", "debug_off", "true", (), 2.0, 1.9, 2.1, blocks=4, steps=20.0, before=0.01)
+        live = LiveTrial("debug_tools_on", "debug_off", "true", (), 2.0, 1.9, 2.1, blocks=4, steps=20.0, before=0.01)
         seen = evidence(events=(event("anomaly"),), measured=(self.SLOW,), tried=(live,))
         finding = of("debug_tools_on", seen)
         assert finding is not None

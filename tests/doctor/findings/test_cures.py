@@ -9,7 +9,7 @@ import pytest
 
 from hasten.doctor.findings import FINDINGS
 from hasten.doctor.observe import OBSERVERS
-from hasten.evidence import Evidence, Sampled, TriedLive, read_evidence
+from hasten.evidence import Evidence, Sampled, LiveTrial, read_evidence
 from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig
 from tests.doctor.findings.made import event, evidence, use
@@ -109,7 +109,7 @@ def run(folder: Path, name: str, techniques: dict[str, Setting]) -> Evidence:
     done = forked(folder, "train.py", config=config)
     assert done.code == 0, done.err
     seen = read_evidence(folder / "evidence.json")
-    gain = TriedLive(name, "", "", (), 1.3, 1.2, 1.4, blocks=4, steps=20.0, before=0.01)
+    gain = LiveTrial(name, "", "", (), 1.3, 1.2, 1.4, blocks=4, steps=20.0, before=0.01)
     machine = dataclasses.replace(seen.machine, cpu_flags=("amx_bf16",))
     return dataclasses.replace(seen, tried=(gain,), machine=machine) if name in TRIED else seen
 

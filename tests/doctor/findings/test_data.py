@@ -16,7 +16,7 @@ from hasten.doctor.findings.slow_decode import SlowDecode
 from hasten.doctor.findings.too_many_workers import TooManyWorkers
 from hasten.doctor.findings.workers_recreated import WorkersRecreated
 from hasten.doctor.findings.workers_zero import WorkersZero
-from hasten.evidence import Evidence, HowKnown, Pass, Probe, Severity, Stages, Surroundings
+from hasten.evidence import Evidence, HowKnown, Pass, Probe, Severity, Stages, ProcessEnvironment
 from tests.doctor.findings.made import evidence, only, use
 
 SLOW = {"data": 0.020, "forward": 0.003, "backward": 0.006, "optimizer": 0.001, "other": 0.0}  # waits 20 of 30 ms
@@ -275,7 +275,7 @@ def test_decoding_with_pil_is_named_where_it_is_waited_for() -> None:
     assert finding.worth == pytest.approx(0.375 * 2 / 3)
     assert (finding.file, finding.line) == ("/home/me/data.py", 12)
     assert "draft" in finding.fix
-    plain = dataclasses.replace(made, surroundings=Surroundings(jpeg="libjpeg"))
+    plain = dataclasses.replace(made, surroundings=ProcessEnvironment(jpeg="libjpeg"))
     assert "libjpeg-turbo" in only(SlowDecode.findings(plain), "slow_decode").fix
 
 

@@ -18,7 +18,7 @@ from hasten.doctor.findings.memory_underused import MemoryUnderused
 from hasten.doctor.findings.retained_graph import RetainedGraph
 from hasten.doctor.findings.validation_graphs import ValidationGraphs
 from hasten.doctor.findings.zeroed_gradients import ZeroedGradients
-from hasten.evidence import Event, Evidence, HowKnown, Inputs, Layer, MemoryPoint, Severity, Surroundings
+from hasten.evidence import Event, Evidence, HowKnown, Inputs, Layer, MemoryPoint, Severity, ProcessEnvironment
 from tests.doctor.findings.made import GIB, OPTIMIZER, event, evidence, gpu_use, only, use
 
 MIB = 1 << 20
@@ -360,7 +360,7 @@ def test_the_kernels_seconds_are_longer_where_others_fill_the_machine() -> None:
         evidence(memory=faulting(100, 0.002)),  # few pages
         evidence(memory=faulting(2000, 0.00005)),  # hardly any time
         evidence(memory=faulting(2000, 0.002, grows=1900)),  # memory that is kept
-        evidence(memory=faulting(2000, 0.002), surroundings=Surroundings(threads=4, preload="libjemalloc.so")),
+        evidence(memory=faulting(2000, 0.002), surroundings=ProcessEnvironment(threads=4, preload="libjemalloc.so")),
         evidence(on_gpu=True, memory=faulting(2000, 0.002)),
         evidence(memory=RISING),
     ],

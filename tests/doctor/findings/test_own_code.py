@@ -21,7 +21,7 @@ from hasten.evidence import (
     Finding,
     HowKnown,
     Layer,
-    Line,
+    SampledLine,
     Measurement,
     Operator,
     Sampled,
@@ -32,11 +32,11 @@ from tests.doctor.findings.made import evidence, use
 # Of 20 ms, 8 are the script's own.
 OWN = {"data": 0.0, "forward": 0.004, "backward": 0.007, "optimizer": 0.001, "other": 0.008}
 LINES = (
-    Line("train.py:31", "main", "backward", 0.35, 70, True),
-    Line("train.py:12", "confusion", "other", 0.20, 40),
-    Line("train.py:40", "main", "other", 0.10, 20, True),
-    Line("train.py:13", "confusion", "other", 0.05, 10),
-    Line("train.py:41", "main", "other", 0.05, 9, True),
+    SampledLine("train.py:31", "main", "backward", 0.35, 70, True),
+    SampledLine("train.py:12", "confusion", "other", 0.20, 40),
+    SampledLine("train.py:40", "main", "other", 0.10, 20, True),
+    SampledLine("train.py:13", "confusion", "other", 0.05, 10),
+    SampledLine("train.py:41", "main", "other", 0.05, 9, True),
 )
 
 
@@ -58,10 +58,10 @@ def test_functions_as_a_whole_and_lines_of_the_loop_alone() -> None:
 def test_what_computes_is_not_the_scripts_own() -> None:
     """The loss in the line of the model's call; clearing gradients, which is torch's Python."""
     lines = (
-        Line("train.py:31", "main", "forward", 0.35, 70, True),
-        Line("train.py:31", "main", "other", 0.20, 40, True),
-        Line("train.py:30", "main", "other", 0.20, 40, True, library=True),
-        Line("train.py:9", "confusion", "other", 0.20, 40, library=True),
+        SampledLine("train.py:31", "main", "forward", 0.35, 70, True),
+        SampledLine("train.py:31", "main", "other", 0.20, 40, True),
+        SampledLine("train.py:30", "main", "other", 0.20, 40, True, library=True),
+        SampledLine("train.py:9", "confusion", "other", 0.20, 40, library=True),
     )
     (found,) = own(lines=lines)
     assert found.line == 9
@@ -73,12 +73,12 @@ def test_what_computes_is_not_the_scripts_own() -> None:
     [
         {"lines": ()},
         {"lines": LINES[:1]},
-        {"lines": (Line("train.py:12", "confusion", "other", 0.4, 3),)},  # seen too rarely
+        {"lines": (SampledLine("train.py:12", "confusion", "other", 0.4, 3),)},  # seen too rarely
         {"phases": {**OWN, "other": 0.001}},
         {
             "lines": (
-                Line("train.py:40", "main", "other", 0.2, 30, True),
-                *[Line(f"t.py:{n}", f"f{n}", "other", 0.1, 9) for n in range(9)],
+                SampledLine("train.py:40", "main", "other", 0.2, 30, True),
+                *[SampledLine(f"t.py:{n}", f"f{n}", "other", 0.1, 9) for n in range(9)],
             )
         },
     ],

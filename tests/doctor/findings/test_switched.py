@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hasten.doctor.findings import FINDINGS
-from hasten.evidence import Evidence, Finding, HowKnown, Measurement, TriedLive
+from hasten.evidence import Evidence, Finding, HowKnown, Measurement, LiveTrial
 from tests.doctor.findings.made import evidence
 
 CONV = Measurement("", "Conv2d 64 -> 64, 3x3: changed", "a", 1e-3, 5e-4, 1.0, 9, 2.0)
@@ -20,12 +20,12 @@ FOUND = [
 ]
 
 
-def tried(finding: str, technique: str, ratio: float, low: float, high: float) -> TriedLive:
+def tried(finding: str, technique: str, ratio: float, low: float, high: float) -> LiveTrial:
     """A technique that was tried in four blocks on each side."""
-    return TriedLive(finding, technique, "true", (), ratio, low, high, blocks=4, steps=20.0, before=0.01)
+    return LiveTrial(finding, technique, "true", (), ratio, low, high, blocks=4, steps=20.0, before=0.01)
 
 
-def seen(finding: str, *live: TriedLive, alone: bool = False) -> Evidence:
+def seen(finding: str, *live: LiveTrial, alone: bool = False) -> Evidence:
     """A run in which it was tried, and in which its layers were tried by themselves unless `alone`."""
     measured = () if alone else (dataclasses.replace(CONV, finding=finding),)
     return evidence(**BF16, optimizer={"fused": False}, measured=measured, tried=live)
@@ -70,7 +70,7 @@ def test_where_chance_may_have_made_it_a_claim_that_was_measured_stands() -> Non
 
 
 def test_what_could_not_be_tried_leaves_all_as_it_was() -> None:
-    failed = TriedLive("channels_first", "channels_last", "true", failed="there was no time left for it")
+    failed = LiveTrial("channels_first", "channels_last", "true", failed="there was no time left for it")
     assert of("channels_first", seen("channels_first", failed)) == of("channels_first", seen("channels_first"))
 
 

@@ -11,14 +11,14 @@ from hasten.doctor.findings.remote_read_ahead import RemoteReadAhead
 from hasten.doctor.findings.slow_disk import SlowDisk
 from hasten.doctor.findings.small_shm import SmallShm
 from hasten.doctor.findings.threads_oversubscribed import ThreadsOversubscribed
-from hasten.evidence import Event, Evidence, HowKnown, Severity, Stages, Surroundings
+from hasten.evidence import Event, Evidence, HowKnown, Severity, Stages, ProcessEnvironment
 from tests.doctor.findings.made import event, evidence, only, use
 
 SLOW = {"data": 0.020}  # waits 20 of 30 ms
 READS = (Stages(0, 4, read=0.018, decode=0.002),)
-NFS = Surroundings(threads=4, data_folder="/mnt/data", filesystem="nfs4")
-SPINNING = Surroundings(threads=4, data_folder="/data", filesystem="ext4", rotational=True)
-SSD = Surroundings(threads=4, data_folder="/data", filesystem="ext4", rotational=False)
+NFS = ProcessEnvironment(threads=4, data_folder="/mnt/data", filesystem="nfs4")
+SPINNING = ProcessEnvironment(threads=4, data_folder="/data", filesystem="ext4", rotational=True)
+SSD = ProcessEnvironment(threads=4, data_folder="/data", filesystem="ext4", rotational=False)
 THRASHING = use(waiting=0.2, disk_read=20e6, cpu=0.5)  # of four cores: 0.8 of one waits
 
 
@@ -146,7 +146,7 @@ FULL = use(cpu=3.9, workers=0.0)
 
 def test_more_threads_than_cores_are_named() -> None:
     """Two processes of four threads on four cores: two each."""
-    around = Surroundings(omp_threads=4, threads=4, processes=2)
+    around = ProcessEnvironment(omp_threads=4, threads=4, processes=2)
     finding = ThreadsOversubscribed.run(evidence(surroundings=around, use=FULL))
     assert finding is not None
     assert (finding.name, finding.technique, finding.setting) == ("threads_oversubscribed", "cpu_threads", "2")
@@ -160,7 +160,7 @@ def test_threads_that_the_script_asks_for_itself_are_not_set_by_the_environment(
     omp: int | None, by_script: bool
 ) -> None:
     """torch takes no more threads than there are cores by itself."""
-    finding = ThreadsOversubscribed.run(evidence(surroundings=Surroundings(omp_threads=omp, threads=8), use=FULL))
+    finding = ThreadsOversubscribed.run(evidence(surroundings=ProcessEnvironment(omp_threads=omp, threads=8), use=FULL))
     assert finding is not None
     assert ("make that torch.set_num_threads(4)" in finding.fix) == by_script
     assert ("set OMP_NUM_THREADS=4" in finding.fix) != by_script
@@ -178,9 +178,9 @@ def test_threads_beside_busy_workers_are_named() -> None:
     "made",
     [
         evidence(use=FULL),  # four threads on four cores
-        evidence(surroundings=Surroundings(threads=64), use=use(cpu=1.0)),  # they hardly compute
-        evidence(surroundings=Surroundings(threads=64)),  # nobody looked
-        evidence(on_gpu=True, surroundings=Surroundings(threads=64), use=use(cpu=16.0)),
+        evidence(surroundings=ProcessEnvironment(threads=64), use=use(cpu=1.0)),  # they hardly compute
+        evidence(surroundings=ProcessEnvironment(threads=64)),  # nobody looked
+        evidence(on_gpu=True, surroundings=ProcessEnvironment(threads=64), use=use(cpu=16.0)),
         evidence(use=use(cpu=3.9, workers=1.0)),  # a worker beside them is as usual
         evidence(surroundings=None, use=FULL),
     ],

@@ -21,8 +21,8 @@ from hasten.evidence import (
     Pass,
     Sampled,
     Stages,
-    Surroundings,
-    Use,
+    ProcessEnvironment,
+    MachineUse,
 )
 from tests.doctor.made import GPU_MACHINE, MACHINE, loader, model, run, use
 
@@ -99,10 +99,10 @@ def test_what_is_behind_a_slow_loader() -> None:
     waits = {"data": 0.6}
     assert found(run(shares=waits, stages=(reading,), use=use(1.0, waiting=0.5))).resource == "disk"
     assert (
-        found(run(shares=waits, stages=(reading,), surroundings=Surroundings(filesystem="nfs4"))).resource == "network"
+        found(run(shares=waits, stages=(reading,), surroundings=ProcessEnvironment(filesystem="nfs4"))).resource == "network"
     )
     decoding = Stages(0, 10, read=0.1, decode=0.9)
-    answer = found(run(shares=waits, stages=(decoding,), surroundings=Surroundings(filesystem="nfs4")))
+    answer = found(run(shares=waits, stages=(decoding,), surroundings=ProcessEnvironment(filesystem="nfs4")))
     assert answer.resource == "data"
     assert "90 % of a batch's making is decoding" in answer.details
 
@@ -240,9 +240,9 @@ PHASE_ROWS = st.lists(st.tuples(*[st.floats(0, 1e3, allow_nan=False)] * len(PHAS
             "sampled": st.none() | st.builds(Sampled, device_busy=st.none() | st.floats(0, 1)),
             "stages": st.sampled_from([(), (Stages(0),), (Stages(0, 3, 0.1, 0.2),), (Stages(7, 3, 0.1),)]),
             "use": st.none()
-            | st.just(Use())
-            | st.builds(Use, at=st.just((0.5, 1.0)), cpu=st.tuples(NUMBER, NUMBER), cores=st.just((0.5, 0.5)))
-            | st.builds(Use, at=st.just((0.5,)), gpus=st.just((GpuUse("x"), GpuUse("y", busy=(1.0,))))),
+            | st.just(MachineUse())
+            | st.builds(MachineUse, at=st.just((0.5, 1.0)), cpu=st.tuples(NUMBER, NUMBER), cores=st.just((0.5, 0.5)))
+            | st.builds(MachineUse, at=st.just((0.5,)), gpus=st.just((GpuUse("x"), GpuUse("y", busy=(1.0,))))),
         }
     ),
 )

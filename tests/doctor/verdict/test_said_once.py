@@ -8,7 +8,7 @@ import pytest
 
 from hasten.doctor.diagnose import diagnose
 from hasten.doctor.findings.slow_disk import SlowDisk
-from hasten.evidence import Evidence, Finding, Sampled, Severity, Stages, Surroundings
+from hasten.evidence import Evidence, Finding, Sampled, Severity, Stages, ProcessEnvironment
 from hasten.evidence.disks import is_network
 from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import on_gpu
@@ -42,7 +42,7 @@ def test_a_model_trained_in_eval_mode_trains_on_the_gpu() -> None:
 def test_a_disk_behind_a_network_is_one_for_finding_and_verdict(filesystem: str) -> None:
     """The verdict called three of these a disk."""
     reading = Stages(loader=0, batches=4, read=0.09, decode=0.01)
-    around = Surroundings(data_folder="/mnt/data", filesystem=filesystem)
+    around = ProcessEnvironment(data_folder="/mnt/data", filesystem=filesystem)
     waits = run(shares={"data": 0.7, "forward": 0.3}, stages=(reading,), surroundings=around)
     assert diagnose(waits).verdict.resource == "network"
 
@@ -50,7 +50,7 @@ def test_a_disk_behind_a_network_is_one_for_finding_and_verdict(filesystem: str)
 def test_a_local_disk_that_a_program_reads_is_not_behind_a_network() -> None:
     """Both took NTFS and exFAT for a network."""
     assert not is_network("fuseblk")
-    slow = evidence(phases={"data": 0.01}, surroundings=Surroundings(filesystem="fuseblk"), use=use(cpu=1.0))
+    slow = evidence(phases={"data": 0.01}, surroundings=ProcessEnvironment(filesystem="fuseblk"), use=use(cpu=1.0))
     assert not SlowDisk.findings(slow)
 
 

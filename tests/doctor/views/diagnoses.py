@@ -24,8 +24,8 @@ from hasten.evidence import (
     Sampled,
     Severity,
     Stages,
-    Surroundings,
-    Use,
+    ProcessEnvironment,
+    MachineUse,
     Validation,
 )
 from tests.report.conftest import MACHINE
@@ -166,7 +166,7 @@ def evidence(count: int = 200, mean: float = 0.0512, seed: int = 0, **changes: A
         at += sum(one)
     seconds = [0.5 * n for n in range(int(at / 0.5) + 1)][:600]
     wave = [abs(math.sin(t / 3)) for t in seconds]
-    use = Use(
+    use = MachineUse(
         at=tuple(seconds),
         cpu=tuple(1.0 + 0.6 * w for w in wave),
         main=tuple(0.9 for _ in wave),
@@ -215,7 +215,7 @@ def evidence(count: int = 200, mean: float = 0.0512, seed: int = 0, **changes: A
         ),
         stages=(Stages(0, 12, 0.002, 0.019, 0.007, 0.001, 0.001, 0.1, "train.py:22", "PIL"),),
         use=use,
-        surroundings=Surroundings(None, 2, 2, 1, "", "", "/data", "ext4", False, "libjpeg-turbo"),
+        surroundings=ProcessEnvironment(None, 2, 2, 1, "", "", "/data", "ext4", False, "libjpeg-turbo"),
         memory=tuple(MemoryPoint(n, int(4e8 + 1e5 * n)) for n in range(0, count, max(1, count // 100))),
     )  # fmt: skip
     return dataclasses.replace(whole, **changes)

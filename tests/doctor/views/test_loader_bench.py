@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hasten.doctor.diagnose import diagnose
-from hasten.doctor.flame import loading
+from hasten.doctor.flame import loading_stacks
 from hasten.doctor.verdict.diagnosis import Diagnosis
 from hasten.doctor.verdict.loader import title
 from hasten.doctor.views import flame_graph
@@ -137,4 +137,4 @@ def test_the_flame_graph_adds_up_and_escapes() -> None:
 def test_stacks_begin_where_batches_are_made_and_leave_out_waits() -> None:
     worker = "_worker_loop (torch/utils/data/_utils/worker.py:3)"
     stacks = f"a (x.py:1);{worker};fetch (f.py:2) 7\nb (t.py:1);Condition.wait (threading.py:327) 9\n"
-    assert loading(stacks) == "fetch (f.py:2) 7"
+    assert loading_stacks(stacks) == "fetch (f.py:2) 7"

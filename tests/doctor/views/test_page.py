@@ -19,7 +19,7 @@ from hasten.doctor.verdict.diagnosis import Diagnosis, Verdict
 from hasten.doctor.views import charts, timeline, wording
 from hasten.doctor.views.page import excerpt, render, write
 from hasten.errors import HastenError
-from hasten.evidence import PHASES, Evidence, Use
+from hasten.evidence import PHASES, Evidence, MachineUse
 from hasten.report.drawing import Scale
 from tests.doctor.views import diagnoses
 from tests.report.test_html import Page
@@ -111,7 +111,7 @@ def test_drawings_are_well_formed_and_say_what_they_show():
 
 LACKING = {
     "no use": {"use": None},
-    "empty use": {"use": Use()},
+    "empty use": {"use": MachineUse()},
     "no steps": {"step_start": (), "step_phases": (), "losses": (), "steps": 0, "passes": (), "validations": ()},
     "one step": {"step_start": (3.0,), "step_phases": ((0.1,) * 9,), "losses": (1.0,), "steps": 1, "disturbed": ()},
     "nothing observed": {"events": (), "layers": (), "sampled": None, "stages": (), "memory": (), "surroundings": None},

@@ -25,7 +25,7 @@ class BadRecord:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """Some consecutive rows.
 
     Attributes:
@@ -62,7 +62,7 @@ class Source(Protocol):
             HastenError: The source is empty, or its records have no types in common.
         """
 
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[RowRange]:
         """Yield the records after the first `start`, in pieces of about `size` bytes.
 
         The pieces are reproducible: a start at the end of some piece yields the same later pieces as an earlier start.
@@ -84,7 +84,7 @@ class RowSource(Source):
         """Yield the records after the first `start`, in the order to write them, with a BadRecord for each bad one."""
         raise NotImplementedError
 
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[RowRange]:
         """Yield the records after the first `start`, in pieces."""
         schema = self.schema()
         kept: list[dict[str, Any]] = []
@@ -102,10 +102,10 @@ class RowSource(Source):
                 places.append(records)
                 taken += sum(map(_bytes_of, row.values()))
             if taken >= size or len(kept) + len(bad) >= 65_536:
-                yield Piece(_table(kept, places, schema), records, tuple(bad))
+                yield RowRange(_table(kept, places, schema), records, tuple(bad))
                 kept, places, bad, taken = [], [], [], 0
         if kept or bad:
-            yield Piece(_table(kept, places, schema), records, tuple(bad))
+            yield RowRange(_table(kept, places, schema), records, tuple(bad))
 
 
 def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:

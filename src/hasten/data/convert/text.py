@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hasten.data.convert.source import BadRecord, Piece, RowSource, fingerprint_of, refuse
+from hasten.data.convert.source import BadRecord, RowRange, RowSource, fingerprint_of, refuse
 from hasten.errors import HastenError
 
 _BLOCK = 1 << 20
@@ -61,7 +61,7 @@ class Csv:
         self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in allowed.items()])
         return self._schema
 
-    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[Piece]:
+    def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[RowRange]:
         """Yield the file's blocks after the first `start` rows, not counting rows with a wrong number of fields."""
         import pyarrow as pa
 
@@ -72,7 +72,7 @@ class Csv:
         for batch in self._blocks(schema):
             records += batch.num_rows
             if records > start:
-                yield Piece(pa.Table.from_batches([batch], schema), records, bad)
+                yield RowRange(pa.Table.from_batches([batch], schema), records, bad)
                 bad = ()
 
     def _blocks(self, schema: Any) -> Iterator[Any]:

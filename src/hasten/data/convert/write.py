@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten import files
-from hasten.data.convert.source import BadRecord, Piece, Source
+from hasten.data.convert.source import BadRecord, RowRange, Source
 from hasten.errors import HastenError
 
 STATE = "_convert.json"  # readers of Parquet folders ignore names that begin with "_"
@@ -95,13 +95,13 @@ class Conversion:
         self._save()
         self._release()
 
-    def _reporting(self, pieces: Iterator[Piece], tell: Callable[[int], None]) -> Iterator[Piece]:
+    def _reporting(self, pieces: Iterator[RowRange], tell: Callable[[int], None]) -> Iterator[RowRange]:
         """Yield the pieces and report the progress."""
         for piece in pieces:
             tell(piece.records)
             yield piece
 
-    def _write_file(self, piece: Piece | None, pieces: Iterator[Piece]) -> Piece | None:
+    def _write_file(self, piece: RowRange | None, pieces: Iterator[RowRange]) -> RowRange | None:
         """Write one file, beginning with `piece`; return the first piece of the next file."""
         import pyarrow.parquet as pq
 
@@ -172,7 +172,7 @@ class Conversion:
         return dict(state)
 
 
-def _group(piece: Piece, pieces: Iterator[Piece], size: int) -> tuple[list[Piece], Piece | None]:
+def _group(piece: RowRange, pieces: Iterator[RowRange], size: int) -> tuple[list[RowRange], RowRange | None]:
     """Return the pieces of one row group, and the piece after them."""
     group, taken = [piece], piece.table.nbytes
     following = next(pieces, None)
@@ -183,7 +183,7 @@ def _group(piece: Piece, pieces: Iterator[Piece], size: int) -> tuple[list[Piece
     return group, following
 
 
-def _write_group(writer: Any, group: list[Piece]) -> int:
+def _write_group(writer: Any, group: list[RowRange]) -> int:
     import pyarrow as pa
 
     table = pa.concat_tables([piece.table for piece in group])

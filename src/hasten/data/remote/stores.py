@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from hasten.data.remote.options import Remote, RemoteError
-from hasten.data.remote.tries import PassingError, Tries
+from hasten.data.remote.tries import PassingError, Retries
 from hasten.errors import HastenError
 
 TAIL = 16 << 10  # bytes of a file's end to request first: most footers are shorter
@@ -94,7 +94,7 @@ class Store:
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._system: Any = None
-        self.tries = Tries(self.remote)
+        self.tries = Retries(self.remote)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"protocol": self.protocol, "remote": self.remote, "_url": self._url}

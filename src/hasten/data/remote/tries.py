@@ -36,7 +36,7 @@ class PassingError(Exception):
         self.unknown = unknown
 
 
-class Tries:
+class Retries:
     """Retries requests to one server or store.
 
     Args:

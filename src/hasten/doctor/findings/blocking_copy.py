@@ -50,7 +50,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures import by_line, wait_finding
+from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
@@ -68,7 +68,7 @@ class BlockingCopy(Rule):
         loader = evidence.train_loader
         if loader is None or not loader.pin_memory:
             return
-        for events in by_line(
+        for events in group_by_line(
             [event for event in evidence.events_of("blocking_copy") if "pageable" not in event.detail]
         ):
             yield from wait_finding(

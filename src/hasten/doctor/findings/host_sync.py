@@ -51,7 +51,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures import by_line, wait_finding
+from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.defer import deferred
@@ -92,7 +92,7 @@ class HostSync(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script in which the CPU waits for a value."""
-        lines = by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
+        lines = group_by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
         for events in lines:
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             kinds = list(dict.fromkeys(event.kind for event in events))

@@ -46,7 +46,7 @@ from typing import Any
 
 import libcst as cst
 
-from hasten.doctor.figures import by_line, wait_finding
+from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Mend, Problem
@@ -68,7 +68,7 @@ class MovedFromCpu(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script that moves a new tensor to the GPU."""
-        for events in by_line(evidence.events_of("moved")):
+        for events in group_by_line(evidence.events_of("moved")):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             yield from wait_finding(
                 cls,

@@ -43,7 +43,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Phase
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, SampledLine, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of, share_of
 
@@ -89,9 +89,9 @@ class OwnCode(Rule):
             )
 
 
-def _groups(lines: list[Line]) -> list[list[Line]]:
+def _groups(lines: list[SampledLine]) -> list[list[SampledLine]]:
     """Group lines by function, hottest line first; each line of the training loop is a group of its own."""
-    groups: dict[str, list[Line]] = defaultdict(list)
+    groups: dict[str, list[SampledLine]] = defaultdict(list)
     for line in sorted(lines, key=lambda line: -line.share):
         alone = line.in_loop or not line.function
         groups[line.where if alone else f"{line.where.rpartition(':')[0]} {line.function}"].append(line)

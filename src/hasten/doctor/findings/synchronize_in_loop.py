@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hasten.doctor.figures import by_line, wait_finding
+from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
@@ -58,7 +58,7 @@ class SynchronizeInLoop(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script that synchronises."""
-        for events in by_line(evidence.events_of("synchronize")):
+        for events in group_by_line(evidence.events_of("synchronize")):
             count = sum(event.count for event in events)
             yield from wait_finding(
                 cls,

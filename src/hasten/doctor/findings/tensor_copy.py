@@ -45,7 +45,7 @@ from typing import Any
 
 import libcst as cst
 
-from hasten.doctor.figures import by_line
+from hasten.doctor.figures import group_by_line
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
@@ -74,7 +74,7 @@ class TensorCopy(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script that copies with `torch.tensor`."""
         made = evidence.events_of("torch_tensor")
-        for events in by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
+        for events in group_by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
             count, spent = sum(event.count for event in events), per_step(evidence, events)
             of = f" of {events[0].detail}" if events[0].detail else ""
             yield cls.timed(

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hasten.doctor.figures import opening_share
+from hasten.doctor.figures import worker_startup_share
 from hasten.doctor.rule import Rule
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import data_share, epoch_start, in_ms, mean_during, saturated
@@ -53,7 +53,7 @@ class TooManyWorkers(Rule):
                 continue
             start = epoch_start(evidence, loader)
             worth = (
-                opening_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
+                worker_startup_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
             )
             working = mean_during(evidence, evidence.used.workers)
             # Without start-up cost, only twice the cores count, and only if all are busy and the step waits for data.

@@ -47,7 +47,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from hasten.doctor.figures import opening_share
+from hasten.doctor.figures import worker_startup_share
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with
@@ -69,7 +69,7 @@ class WorkersRecreated(Rule):
                 continue
             # `iter(loader)` returns once forked workers run, so their start is measured. Workers of other start methods
             # come up later, while the first batch is waited for: their share is an estimate.
-            worth = opening_share(evidence, loader, start)
+            worth = worker_startup_share(evidence, loader, start)
             yield cls.timed(
                 f"the {loader.num_workers} workers are restarted for each pass, which takes "
                 f"{in_ms(worth * start.epoch)} of each {in_ms(start.epoch)} from one pass to the next",

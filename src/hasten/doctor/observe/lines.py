@@ -15,8 +15,8 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.event_log import Whose, whose
-from hasten.evidence import PHASES, Line, Phase
+from hasten.doctor.observe.event_log import CodeOwner, whose
+from hasten.evidence import PHASES, SampledLine, Phase
 from hasten.evidence.recorder import Recorder
 from hasten.frames import frame_of
 from hasten.taps import data, modules
@@ -58,7 +58,7 @@ class LineWatch:
     def __init__(self, session: Session, recorder: Recorder) -> None:
         self._session = session
         self._recorder = recorder
-        self._codes: dict[int, tuple[CodeType, Whose, Phase | None]] = {}  # by id; held, so that no id is reused
+        self._codes: dict[int, tuple[CodeType, CodeOwner, Phase | None]] = {}  # by id; held, so that no id is reused
         self._begin()
 
     def _begin(self) -> None:
@@ -123,9 +123,9 @@ class LineWatch:
         while frame is not None:
             code = frame.f_code
             _, owner, mark = self._codes.get(id(code)) or self._classify(code)
-            if owner is Whose.SCRIPT and place is None:
+            if owner is CodeOwner.SCRIPT and place is None:
                 place = code, frame.f_lineno or code.co_firstlineno
-            elif place is None and owner is not Whose.OURS:
+            elif place is None and owner is not CodeOwner.OURS:
                 library = True
             # The innermost mark counts, but all that runs inside a loader's `__next__` is data wait: a dataset may run
             # the forward of a model.
@@ -143,13 +143,13 @@ class LineWatch:
         self._looks[key] = self._looks.get(key, 0) + 1
         return True
 
-    def _classify(self, code: CodeType) -> tuple[CodeType, Whose, Phase | None]:
+    def _classify(self, code: CodeType) -> tuple[CodeType, CodeOwner, Phase | None]:
         """Return, and cache, who wrote a code object and which phase it marks."""
         name = code.co_filename
         mark = next(
             (phase for (end, called), phase in _MARKS.items() if code.co_name == called and name.endswith(end)), None
         )
-        owner = Whose.LIBRARY if code.co_qualname.startswith(_GENERATED) else whose(name)
+        owner = CodeOwner.LIBRARY if code.co_qualname.startswith(_GENERATED) else whose(name)
         classified = self._codes[id(code)] = (code, owner, mark)
         return classified
 
@@ -163,7 +163,7 @@ class LineWatch:
         # The function that holds the training loop is the one that calls backward or steps the optimizer.
         loops = {code for code, _, phase, _ in self._seconds if phase in (Phase.BACKWARD, Phase.OPTIMIZER)}
         lines = [
-            Line(
+            SampledLine(
                 f"{code.co_filename}:{number}",
                 "" if code.co_name == "<module>" else code.co_qualname,
                 PHASES[phase],

@@ -16,10 +16,10 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from hasten.doctor.observe.compiled import has_compiled
-from hasten.evidence import Evidence, Phase, TriedLive
+from hasten.evidence import Evidence, Phase, LiveTrial
 from hasten.evidence.interval import mean_of
 from hasten.evidence.weigh import COMPUTE, LEAST, seconds_of, steady_seconds
-from hasten.online.blocks import Open, Wish, synchronize
+from hasten.online.blocks import OpenBlock, BlockRequest, synchronize
 from hasten.online.eligibility import ranks_joined
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
@@ -110,7 +110,7 @@ class LiveTrials:
         self._sides: dict[str, Sides] = {}
         self._cut: set[str] = set()  # names of findings that there was no time for
         self._last_pass = next((done.batches for done in reversed(evidence.passes[:-1]) if done.trained), 0)
-        self._open: Open | None = None
+        self._open: OpenBlock | None = None
         self._blocks = self._course()
 
     def _to_try(self, rule: type[Rule], evidence: Evidence) -> dict[str, Setting]:
@@ -152,8 +152,8 @@ class LiveTrials:
         elif measured is not None:  # the previous block had the same techniques on: no warm-up
             skip = 0
         long = self._step > _LONG
-        self._open = Open(
-            Wish(frozenset(), "try", skip=skip), frozenset(), self._step / 8 if long else _BLOCK, synchronize,
+        self._open = OpenBlock(
+            BlockRequest(frozenset(), "try", skip=skip), frozenset(), self._step / 8 if long else _BLOCK, synchronize,
             fewest=1 if long else 2,
         )  # fmt: skip
 
@@ -212,15 +212,15 @@ class LiveTrials:
 
     # -- results -----------------------------------------------------------------------------------------
 
-    def tried(self) -> tuple[TriedLive, ...]:
+    def tried(self) -> tuple[LiveTrial, ...]:
         """Return the results so far, for the evidence."""
         return tuple(self._result(rule, on) for rule, on in self.wanted)
 
-    def _result(self, rule: type[Rule], on: Mapping[str, Setting]) -> TriedLive:
+    def _result(self, rule: type[Rule], on: Mapping[str, Setting]) -> LiveTrial:
         cure = next(iter(on))
         besides = tuple(f"{name} = {toml_value(setting)}" for name, setting in on.items() if name != cure)
         setting = on[cure]
-        result = TriedLive(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), besides)
+        result = LiveTrial(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), besides)
         sides = self._sides.get(rule.name, [])
         if broken := next((self._board.broken[name] for name in on if name in self._board.broken), ""):
             return dataclasses.replace(result, failed=broken)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hasten.evidence import Surroundings
+from hasten.evidence import ProcessEnvironment
 from hasten.evidence.disks import filesystem
 from hasten.taps.protocol import Session
 from hasten.taps.steps_over import NEVER
@@ -58,7 +58,7 @@ class SurroundingsReader:
             self._read()
         kind, rotational = filesystem(Path(self._folder)) if self._folder else ("", None)
         return {
-            "surroundings": Surroundings(
+            "surroundings": ProcessEnvironment(
                 omp_threads=_number(os.environ.get("OMP_NUM_THREADS")),
                 threads=self._threads[0],
                 interop_threads=self._threads[1],

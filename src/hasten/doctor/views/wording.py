@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.doctor.verdict.diagnosis import Diagnosis
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Line, Severity, Stages, split_place
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, SampledLine, Severity, Stages, split_place
 from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
@@ -160,7 +160,7 @@ def hot_lines(evidence: Evidence | None) -> str:
     if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
         return ""
     shown = []
-    lines: dict[tuple[str, str], Line] = {}
+    lines: dict[tuple[str, str], SampledLine] = {}
     for line in evidence.lines:
         key = (line.where, line.phase)
         lines[key] = dataclasses.replace(line, share=line.share + lines[key].share) if key in lines else line

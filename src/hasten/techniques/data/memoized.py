@@ -32,7 +32,7 @@ DRAWS = "samples draw random numbers"
 _lot = random.Random()
 
 
-class Stale(Exception):  # noqa: N818 - a signal, not an error
+class StaleSample(Exception):  # noqa: N818 - a signal, not an error
     """Signal that a kept sample differs, or may differ, from one made now: make the batch without the store."""
 
 
@@ -162,7 +162,7 @@ class Memoized:
             if self._unseen or self._pid != os.getpid():  # unaudited samples were taken here, or maybe by other workers
                 why += ": samples taken from the cache until now may not be what they would have been"
             self.end(why)
-            raise Stale
+            raise StaleSample
         return made
 
     def _one_in(self) -> int:

@@ -19,7 +19,7 @@ from hasten.evidence.figures import percent
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.batched_fetch import holds_rows
-from hasten.techniques.data.memoized import DRAWS, Memoized, Stale
+from hasten.techniques.data.memoized import DRAWS, Memoized, StaleSample
 from hasten.techniques.data.memoized_on_disk import MemoizedOnDisk
 
 FAST = 20e-6  # seconds: the cache's own cost per sample
@@ -292,7 +292,7 @@ class _CachedFetcher:
         for index in indices:
             try:
                 samples.append(make(index) if kept.is_over() else get(index, make))
-            except Stale:  # other samples of this batch may be wrong too
+            except StaleSample:  # other samples of this batch may be wrong too
                 break
         # Outside the handler, so that the script's errors do not show ours as their context.
         return fetcher.collate_fn(samples) if len(samples) == len(indices) else fetcher.fetch(indices)
@@ -311,7 +311,7 @@ class CachedFunction:
         if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self._kept.look():
             try:
                 return self._kept.get(args[0], self.function)
-            except Stale:
+            except StaleSample:
                 pass
         return self.function(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from hasten.trainer.lightning.parts import (
     AcceleratorConnector,
     CheckpointConnector,
     LoggerConnector,
-    Nothing,
+    NoOpPart,
     Strategy,
     precision_of,
     reads,
@@ -50,9 +50,9 @@ class Face(Guest):
         self._logger_connector = LoggerConnector(trainer)
         self._accelerator_connector = AcceleratorConnector(trainer)
         self._checkpoint_connector = CheckpointConnector(trainer)
-        self._callback_connector = Nothing()
-        self._data_connector = Nothing()
-        self._signal_connector = Nothing()
+        self._callback_connector = NoOpPart()
+        self._data_connector = NoOpPart()
+        self._signal_connector = NoOpPart()
         teach_loading()
 
     @property

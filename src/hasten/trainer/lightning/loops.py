@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.trainer import checks, feeding
 from hasten.trainer.lightning import tuning
 from hasten.trainer.lightning.names import packages
-from hasten.trainer.lightning.parts import Nothing, Part, flag, reads, sets
+from hasten.trainer.lightning.parts import NoOpPart, Part, flag, reads, sets
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -162,14 +162,14 @@ class EpochLoop(Part):
 
     @property
     def automatic_optimization(self) -> Any:
-        part = Nothing()
+        part = NoOpPart()
         reset = functools.partial(setattr, self._trainer.progress, "global_step", 0)
         part.optim_progress = SimpleNamespace(reset=reset)  # type: ignore[attr-defined]
         return part
 
     @property
     def manual_optimization(self) -> Any:
-        part = Nothing()
+        part = NoOpPart()
         part.optim_step_progress = self.automatic_optimization.optim_progress  # type: ignore[attr-defined]
         return part
 

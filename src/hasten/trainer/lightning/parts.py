@@ -53,7 +53,7 @@ class Part:
         return self._trainer
 
 
-class Nothing:
+class NoOpPart:
     """Stand-in for an object that hasten has no use for: calling any of its methods does nothing."""
 
     def __getattr__(self, name: str) -> Any:

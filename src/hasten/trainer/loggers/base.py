@@ -79,19 +79,19 @@ class Logger:
         """Called after `checkpoint_callback` has saved a checkpoint."""
 
 
-class Nothing:
+class NoOpExperiment:
     """Stand-in for `experiment` on ranks that do not write: every attribute, call and item does nothing."""
 
-    def __getattr__(self, name: str) -> Nothing:
+    def __getattr__(self, name: str) -> NoOpExperiment:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+    def __call__(self, *args: Any, **kwargs: Any) -> NoOpExperiment:
         """Do nothing."""
         return self
 
-    def __getitem__(self, key: Any) -> Nothing:
+    def __getitem__(self, key: Any) -> NoOpExperiment:
         return self
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from hasten.trainer.loggers.base import Logger, Nothing, flat_params, needs, plain_params
+from hasten.trainer.loggers.base import Logger, NoOpExperiment, flat_params, needs, plain_params
 
 
 class WandbLogger(Logger):
@@ -75,7 +75,7 @@ class WandbLogger(Logger):
     def experiment(self) -> Any:
         """The run, begun on first access."""
         if not self.writes:
-            return Nothing()
+            return NoOpExperiment()
         if self._run is None:
             wandb = import_module("wandb")
             Path(self._save_dir).mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class MLFlowLogger(Logger):
     def experiment(self) -> Any:
         """The `MlflowClient`; the first access begins the run."""
         if not self.writes:
-            return Nothing()
+            return NoOpExperiment()
         if self._client is None:
             self._client = import_module("mlflow.tracking").MlflowClient(self._uri)
             if self._run_id is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hasten.trainer.loggers.base import FolderLogger, Nothing, flat_params, needs, plain_params
+from hasten.trainer.loggers.base import FolderLogger, NoOpExperiment, flat_params, needs, plain_params
 
 
 class TensorBoardLogger(FolderLogger):
@@ -60,7 +60,7 @@ class TensorBoardLogger(FolderLogger):
     def experiment(self) -> Any:
         """The `SummaryWriter`, created on first access."""
         if not self.writes:
-            return Nothing()
+            return NoOpExperiment()
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

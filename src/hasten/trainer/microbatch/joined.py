@@ -15,7 +15,7 @@ from hasten.trainer.logged_value import value_type
 _LOG = inspect.signature(LoggedValues.log)
 
 
-class Log:
+class JoinedLog:
     """A context that replaces a board's `log` while a batch is computed; `done` logs each value once, for all parts.
 
     So a value is reduced over ranks once, however many parts each rank has, and an attempt that ran out of memory logs
@@ -33,7 +33,7 @@ class Log:
         self._terms = 1.0
         self._times: Counter[Any] = Counter()
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> JoinedLog:
         vars(self._board)["log"] = self.log
         return self
 

@@ -22,7 +22,7 @@ from hasten.trainer.microbatch.attributes import Attributes
 from hasten.trainer.microbatch.before import Before, versions
 from hasten.trainer.microbatch.iterated import Iterated
 from hasten.trainer.microbatch.same_draws import SameDraws
-from hasten.trainer.microbatch.watched import Watched, compiles
+from hasten.trainer.microbatch.watched import WatchedLosses, compiles
 from hasten.trainer.outputs import loss_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def look(
     parameters = versions(module.parameters())
     buffers = {name: buffer._version for name, buffer in module.named_buffers()}
     scale = _SCALE_FP16 if trainer.config.precision == "16-mixed" else 1.0
-    watched = Watched(module)
+    watched = WatchedLosses(module)
     iterated = Iterated(module)
     result = Look("", False)
     try:
@@ -172,7 +172,7 @@ class _Parts:
         before: Before,
         step: Called,
         scale: float,
-        watched: Watched,
+        watched: WatchedLosses,
         module: torch.nn.Module,
         iterated: Iterated,
         gradients: bool,

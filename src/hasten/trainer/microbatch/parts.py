@@ -21,7 +21,7 @@ from hasten.trainer.errors import misconfigured
 from hasten.trainer.logged import LoggedValues
 from hasten.trainer.microbatch.before import Before, free_memory, versions
 from hasten.trainer.microbatch.iterated import Iterated
-from hasten.trainer.microbatch.joined import Log, output_of, without_graph
+from hasten.trainer.microbatch.joined import JoinedLog, output_of, without_graph
 from hasten.trainer.microbatch.means import Group, Look, groupings, look
 from hasten.trainer.microbatch.refusals import refuse
 from hasten.trainer.microbatch.splitting import chosen, labels_differ, samples_in, split
@@ -108,7 +108,7 @@ class _Parts:
             self.exchange.begin()
         if len(parts) == 1:
             return self.run(parts, batch_idx)
-        with Log(self.board) as log:
+        with JoinedLog(self.board) as log:
             output = self.run(parts, batch_idx, log)
         log.done()
         return output
@@ -151,7 +151,7 @@ class _Parts:
         self._before.take()
         return self._before
 
-    def run(self, parts: list[_Part], batch_idx: int, log: Log | None = None) -> Any:
+    def run(self, parts: list[_Part], batch_idx: int, log: JoinedLog | None = None) -> Any:
         """Run the parts one after the other; return what training_step would return for the whole batch."""
         outputs = []
         if len(parts) > 1:
@@ -258,7 +258,7 @@ class _Parts:
             technique.off()
         self._before.take()
         try:
-            with Log(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
+            with JoinedLog(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
                 return look(self._trainer, self._before, self.step, groupings, gradients, self._terms is None)
         finally:
             self._before.put_back()
@@ -331,7 +331,7 @@ class _Tried:
             exchange.begin()
         while True:
             size = min(progress.microbatch or _DONE, parts.count(batch) or _DONE)
-            log = Log(parts.board)
+            log = JoinedLog(parts.board)
             output, error = self._try(batch, batch_idx, size, log)
             # On failure, propose half the size, rounded up; 0: a single sample does not fit.
             agreed, have = self._agree(_DONE if error is None else size // 2 + size % 2 if size > 1 else 0)
@@ -353,7 +353,7 @@ class _Tried:
                 exchange.again()
             self._go_on_with(agreed, batch)
 
-    def _try(self, batch: Any, batch_idx: int, size: int, log: Log) -> tuple[Any, str | None]:
+    def _try(self, batch: Any, batch_idx: int, size: int, log: JoinedLog) -> tuple[Any, str | None]:
         """Return the output of training_step and None, or None and the message of an out-of-memory error.
 
         The error itself is dropped here, and with its frames the activations that they keep alive.

@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hasten.trainer.errors import misconfigured
-from hasten.trainer.feeding import draws
+from hasten.trainer.feeding import draws_batches
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
@@ -27,7 +27,7 @@ def refuse(trainer: Trainer) -> None:
             f"{given}: LBFGS computes the whole batch several times within a step, and searches along the loss",
             "use another optimizer, or a smaller batch_size",
         )
-    if draws(module.training_step):
+    if draws_batches(module.training_step):
         raise misconfigured(
             f"{given}: training_step takes dataloader_iter, so the Trainer never sees its batches", "take the batch"
         )

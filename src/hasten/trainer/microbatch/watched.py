@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 _BY_CLASS = (functional.cross_entropy, functional.nll_loss)
 
 
-class Watched(TorchFunctionMode):
+class WatchedLosses(TorchFunctionMode):
     """Watches calls of F.cross_entropy and F.nll_loss while it is entered: the two whose mean may not be over samples.
 
     torch's other losses divide by the number of elements, even binary cross entropy with weights or `pos_weight`.

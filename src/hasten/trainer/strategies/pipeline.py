@@ -19,10 +19,10 @@ from hasten.data import rng
 from hasten.errors import HastenError
 from hasten.parallel import World, with_gradients
 from hasten.parallel.groups import SameBatch, average_all, mesh_of
-from hasten.parallel.pipeline import Pipeline, Place, Stage, bounds_of, gathered, refuse, split
+from hasten.parallel.pipeline import Pipeline, StagePlace, Stage, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
-from hasten.trainer.logged import NamesOnly
+from hasten.trainer.logged import LoggedNames
 from hasten.trainer.loss_module import LossModule
 from hasten.trainer.outputs import loss_of
 from hasten.trainer.precision import Precision
@@ -116,7 +116,7 @@ class InStages(Strategy):
         self.copies = given.pipeline_parallel_size or world.size
         self._mesh = mesh_of(world, self.copies, "pipeline_parallel_size")
         group = self._mesh["group"].get_group()
-        self.place = Place(group, world.rank % self.copies, self.copies, world.device)
+        self.place = StagePlace(group, world.rank % self.copies, self.copies, world.device)
         self._same = SameBatch(group, world)
         self._pipeline: Pipeline | None = None
         self._module: Any = None
@@ -186,7 +186,7 @@ class InStages(Strategy):
         own = [parameter for parameter in pipeline.own.parameters() if parameter.requires_grad]
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
-        proves, unheard = not isinstance(module, LossModule), NamesOnly(True)
+        proves, unheard = not isinstance(module, LossModule), LoggedNames(True)
         unreported = [True]  # emptied after the first batch, once changed buffers are reported
 
         def step(batch: Any, *idx: Any) -> Any:
@@ -231,7 +231,7 @@ class InStages(Strategy):
         module, engine = self._module, self._module.trainer.engine
         board, random = engine.board, rng.state()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-        heard = engine.board = NamesOnly(True)
+        heard = engine.board = LoggedNames(True)
         try:
             with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))

@@ -22,7 +22,7 @@ from hasten.parallel import World, in_place, with_gradients
 from hasten.parallel.fsdp import Buffers, begin_again, shard
 from hasten.parallel.groups import mesh_of
 from hasten.parallel.sharded import by_mesh, is_sharded
-from hasten.parallel.tensor import Compared, Gradients, split_layers
+from hasten.parallel.tensor import ReplicaCheck, Gradients, split_layers
 from hasten.parallel.unsplit import unsplit
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import ContradictionError, WrongValueError
@@ -123,7 +123,7 @@ class TensorParallel(FSDP):
         self.tensor = given
         self.copies = given.tensor_parallel_size or world.size
         self._mesh = mesh_of(world, self.copies, "tensor_parallel_size")
-        self._compared = Compared(self._mesh["group"].get_group(), world)
+        self._compared = ReplicaCheck(self._mesh["group"].get_group(), world)
         self._gradients: Gradients | None = None
         self._names: dict[int, str] = {}
         self._module: Any = None
