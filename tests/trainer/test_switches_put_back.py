@@ -179,6 +179,7 @@ def test_no_technique_leaves_a_function_replaced(technique: str, setting: Any) -
         # torch replaces some itself: an optimizer's `step` as the first one is built, `manual_seed` by dynamo.
         left = [place for place, now in after.items() if is_hastens(now) and before.get(place) is not now]
         assert not left, left
+        assert "grad" not in vars(torch.Tensor)
         before = after
 
 
