@@ -262,7 +262,7 @@ class Precision(Technique):
             except (RuntimeError, TypeError) as error:
                 self._not_taken(error, str(dtype).removeprefix("torch."))
                 raise
-            output = map_tensors(widen, output)
+            output = map_tensors(widen, output, in_place=True)  # the model may keep what holds them
             if scaler is not None and module.training and grad_enabled() and scaler.looked_for():
                 self._look_at(output)
             return output
