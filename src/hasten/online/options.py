@@ -114,6 +114,7 @@ class AutoOptions:
         most_seconds: Seconds of the search at the most.
         look_every: Steps from one look at what was chosen to the next, at the least.
         steps: Of the whole training, where that is known; `epochs` is not needed then.
+        root: Process id of the one that `hasten run` becomes; 0: it does not matter which process is switched.
     """
 
     plan: str
@@ -126,3 +127,4 @@ class AutoOptions:
     most_seconds: float = 60.0
     look_every: int = 1000
     steps: int | None = None
+    root: int = 0

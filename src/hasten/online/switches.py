@@ -6,8 +6,10 @@ steps and so many passes that trained. The same run, switched at the same places
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +44,19 @@ class Schedule:
     Args:
         path: The file; there is none yet.
         command: The training's command line.
+        process: What `process_of` says of this process; None where it does not matter who repeats the run.
 
     Raises:
         FileExistsError: Another process writes it.
         OSError: It cannot be written.
     """
 
-    def __init__(self, path: str, command: Sequence[str]) -> None:
+    def __init__(self, path: str, command: Sequence[str], process: Sequence[str] | None = None) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._write({"schema": f"{_KIND}/1", "command": list(command)})
+        self._identity = _identity(os.fstat(self._file))
+        head: dict[str, object] = {"schema": f"{_KIND}/1", "command": list(command)}
+        self._write(head if process is None else {**head, "process": list(process)})
 
     def write(self, switched: Switched) -> None:
         """Write one, whole."""
@@ -59,12 +65,39 @@ class Schedule:
     def _write(self, data: dict[str, object]) -> None:
         left = (json.dumps(data) + "\n").encode()
         try:
+            # A script may close all files that it does not know (`os.closerange(3, 256)`), and then open its own: the
+            # descriptor is one of those.
+            if _identity(os.fstat(self._file)) != self._identity:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while left:  # a disk that is nearly full takes a part
                 left = left[os.write(self._file, left) :]
         except OSError:
             # What is on here would stay on in a replay, where this run goes on without: no replay is better.
-            os.ftruncate(self._file, 0)
+            if _identity(Path(self._path).stat()) == self._identity:
+                os.truncate(self._path, 0)
             raise
+
+
+def process_of(root: int) -> list[str]:
+    """Return what tells this process from others of its run, in each repetition: its arguments; [] for the first one.
+
+    Args:
+        root: Process id of the first, which `hasten run` became.
+    """
+    if os.getpid() == root:
+        return []
+    # DeepSpeed's launcher gives ranks, which are switched together, a number among their arguments.
+    return [word for word in sys.orig_argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
+
+
+def process_in(path: Path) -> list[str] | None:
+    """Return the process that wrote a schedule, as `process_of` told it; None where it does not matter."""
+    process = parse_json(read_bytes(path).partition(b"\n")[0]).get("process")
+    return [str(word) for word in process] if isinstance(process, list) else None
+
+
+def _identity(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
 
 
 def is_schedule(content: bytes) -> bool:
