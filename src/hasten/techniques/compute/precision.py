@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -308,7 +307,7 @@ class Precision(Technique):
         if self._scaler is None or self._scaler.paused or self._scaler.may_step(optimizer):
             return True
         if "step skipped" not in self.acted:
-            print("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)", file=sys.stderr)
+            messages.tell("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)")
         self.did("step skipped")
         return False
 
