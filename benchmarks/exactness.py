@@ -55,7 +55,9 @@ class Forks:
         self.script = folder / "train.py"
         self.script.write_text(script)
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
+    def __call__(
+        self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None
+    ) -> FinishedRun:
         config = config_of(plan, witness, folder, saved, ("train.py",), self.options)
         child = os.fork()
         if child == 0:

@@ -53,7 +53,10 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes, *, durable: 
     old = _stat(path)
     # `/dev/stdout` may be redirected to a regular file, which must be appended to, not replaced: `--out /dev/stdout`.
     if (old is not None and not stat.S_ISREG(old.st_mode)) or os.fspath(path).startswith(("/dev/fd/", "/dev/std")):
-        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "wb") as stream:
+        # Opening a pipe that nobody reads would wait for a reader, and a training with it.
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(fd, True)
+        with open(fd, "wb") as stream:
             stream.write(data)
         return
     with replacing(path, durable=durable) as file:

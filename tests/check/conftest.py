@@ -72,7 +72,9 @@ class ForkedRuns:
         self.options = options
         self.left = math.inf  # runs for which there is time
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
+    def __call__(
+        self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None
+    ) -> FinishedRun:
         self.left -= 1
         if self.left < 0:
             raise CheckTimeoutError("the check's time was over before its runs were")

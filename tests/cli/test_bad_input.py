@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -81,6 +82,29 @@ def test_before_anything_is_run(folder: Path, case: tuple[list[str], list[str]])
     message = said(folder, *arguments)
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tune", "pipe.py"], "pipe.py is a pipe or a device: hasten tune runs a script more than once"),
+        (["run", "--auto", "--out", "pipe.toml", "train.py"], "the schedule of switches pipe.schedule: it is a pipe"),
+    ],
+    ids=["script", "schedule"],
+)
+def test_a_pipe_where_a_file_should_be(folder: Path, arguments: list[str], words: str) -> None:
+    pipes = folder / "pipe.py", folder / "pipe.schedule"
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    assert words in said(folder, *arguments)
+    assert all(pipe.is_fifo() for pipe in pipes)
+
+
+@pytest.mark.parametrize("verb", ["run --auto", "tune", "check"])
+def test_a_folder_that_was_removed(folder: Path, verb: str) -> None:
+    line = f"mkdir gone && cd gone && rmdir ../gone && {HASTEN} {verb} {folder}/train.py"
+    done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "hasten: the current folder no longer exists\n  cd to another one\n")
 
 
 PLANS = {

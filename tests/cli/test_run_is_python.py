@@ -260,6 +260,23 @@ def test_output_comes_as_it_is_written(tmp_path: Path) -> None:
         assert process.returncode == 0
 
 
+@pytest.mark.parametrize("stream", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_is_closed_stays_closed(tmp_path: Path, stream: str) -> None:
+    """What hasten has to say of the plan must not come out of another stream."""
+    write(tmp_path, "train.py", "import sys\nprint([sys.stdin is None, sys.stdout is None, sys.stderr is None])")
+    (tmp_path / "hasten.toml").write_text("[techniques]\ncpu_threads = 4096\n")
+    expected = execute("bash", "-c", f"{PYTHON} train.py {stream}", cwd=tmp_path)
+    found = execute("bash", "-c", f"{HASTEN} run train.py {stream}", cwd=tmp_path)
+    assert (found.code, found.out) == (0, expected.out), found.err
+    assert ("cpu_threads is of no use" in found.err) == (stream != "2>&-")
+
+
+def test_a_script_may_come_through_a_pipe(tmp_path: Path) -> None:
+    line = "run --no-plan <(echo 'import sys; print(sys.argv[1:])') x"
+    found = execute("bash", "-c", f"{HASTEN} {line}", cwd=tmp_path)
+    assert (found.code, found.out, found.err) == (0, "['x']\n", "")
+
+
 def test_without_torch_evidence_says_that_nothing_was_trained(tmp_path: Path) -> None:
     """Nothing was listened to: there is no evidence, and the script is as it was."""
     write(tmp_path, "train.py", "print('no torch')")

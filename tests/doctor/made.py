@@ -11,8 +11,8 @@ from hasten.evidence import (
     Flags,
     LoaderFacts,
     Machine,
-    ModelFacts,
     MachineUse,
+    ModelFacts,
 )
 
 MACHINE = Machine("a CPU", 8, 32 * 2**30, 16 * 2**30, "cpu", (), "Linux", "3.12")

@@ -97,6 +97,14 @@ def test_a_pipe_is_written_to_and_read_from_as_it_is(tmp_path):
     os.close(reading)
 
 
+def test_a_pipe_without_a_reader_is_an_error(tmp_path):
+    """To wait for one would have a training wait."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):
+        files.write_whole(pipe, b"content")
+
+
 def test_a_pipe_without_a_writer_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_PATIENCE", 0.1)
     os.mkfifo(tmp_path / "pipe")

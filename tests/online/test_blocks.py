@@ -17,7 +17,7 @@ from hasten.online.course import Course
 from hasten.online.driver import Driver
 from hasten.online.options import OnlineOptions
 from hasten.online.record import Event, MeasuredBlock
-from hasten.online.schedule import Host, BlockRequests
+from hasten.online.schedule import BlockRequests, Host
 from hasten.switchboard import Switchboard
 
 _BLOCK = 0.1  # seconds
@@ -99,7 +99,9 @@ def test_a_block_takes_what_its_steps_take(
     call: float, work: float, own: float, skips: list[int], batches: int
 ) -> None:
     """Whatever the search itself takes between two blocks, and wherever a pass ends."""
-    blocks = Played(call, work, own, [BlockRequest(frozenset(), "search", skip=skip) for skip in [2, *skips]]).train(batches)
+    blocks = Played(call, work, own, [BlockRequest(frozenset(), "search", skip=skip) for skip in [2, *skips]]).train(
+        batches
+    )
     assert len(blocks) == len(skips) + 1
     for block in blocks:
         # The GPU is idle until the block's first step has queued its work, and goes on through steps that do not

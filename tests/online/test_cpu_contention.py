@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.online import cpu_contention as module
-from hasten.online.cpu_contention import CpuContention, CpuReading, CoreUsage
+from hasten.online.cpu_contention import CoreUsage, CpuContention, CpuReading
 from tests.evidence.test_cgroup import group
 from tests.online.neighbours import neighbours
 
@@ -209,5 +209,5 @@ def test_a_root_that_is_gone_is_no_error() -> None:
 
 
 def test_it_is_read_without_torch() -> None:
-    code = "import sys, hasten.online.cpu_contention as m; m.Reading().taken(); sys.exit('torch' in sys.modules)"
+    code = "import sys, hasten.online.cpu_contention as m; m.CpuReading().taken(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

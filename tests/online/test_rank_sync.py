@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from hasten.online import rank_sync
-from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard, Slots
+from hasten.online.rank_sync import FollowingRank, LeadingBoard, LeadingRank, Slots
 from hasten.taps.config import RunConfig, environment
 from hasten.techniques import Effect, Liveness, Resource, Technique
 from tests.online.test_auto import PLANTED, options

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.errors import HastenError
 from hasten.online.auto_plan import new_files
-from hasten.online.switches import Schedule, RecordedSwitch, is_schedule, read_schedule
+from hasten.online.switches import RecordedSwitch, Schedule, is_schedule, read_schedule
 
 LINES = [
     RecordedSwitch(24, 0, {"fused_optimizer": True, "cpu_threads": 2}),

@@ -11,7 +11,7 @@ from torch import nn
 from hasten.errors import HastenError
 from hasten.parallel import World, spawn
 from hasten.parallel.averaging import Averaging
-from hasten.parallel.meeting import MeetingTopic, Meeting
+from hasten.parallel.meeting import Meeting, MeetingTopic
 
 
 def _backward(averaging: Averaging, loss: torch.Tensor, samples: float) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hasten.check.agreement import Agreement
 from hasten.check.checked import Checked
-from hasten.check.judge import RunComparison, Difference
+from hasten.check.judge import Difference, RunComparison
 from hasten.evidence import Machine
 from hasten.tuner.proof import (
     Answer,

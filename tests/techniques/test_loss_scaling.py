@@ -236,9 +236,13 @@ OVERFLOWS = {  # what is set up, how the script steps, what is said, steps that 
                       "no optimizer of torch's steps 4 of", 0),
     "a copy steps": (f"{ADAM}; model, optimizer = copy.deepcopy((model, optimizer))", "steps += 1; optimizer.step()",
                      "no optimizer of torch's steps 4 of", 0),
-    "the script skips": (ADAM, ("norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)\n        "
+    "the script looks": (ADAM, ("norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)\n        "
                          "if not norm.isfinite(): continue\n        steps += 1; optimizer.step()"),
-                         "the script dropped gradients that overflowed", 10),
+                         "this step is skipped", 0),
+    "the script skips": (f"{ADAM}; x *= 50", "if not loss.isfinite(): continue\n        steps += 1; optimizer.step()",
+                         "the script dropped gradients that overflowed", 17),
+    "before the backward": (f"{ADAM}; x *= 50", "steps += 1; optimizer.step()",
+                            "overflow in fp16 in the forward, and no backward follows", 8),
     "no number is large enough": (f"{ADAM}; x *= 50", "steps += 1; optimizer.step()", "overflow in fp16 with no scale",
                                   0),
 }  # fmt: skip
@@ -249,12 +253,64 @@ def test_an_overflow_never_reaches_a_weight_nor_stops_the_training(train: Train,
     setup, step, said, lost = OVERFLOWS[case]
     script = OVERFLOWING.replace("SETUP", setup).replace("STEP", step)
     script = script.replace("BIG", "Big()" if "x *= 50" in setup else "nn.Identity()")
+    if case == "before the backward":
+        script = script.replace("model.zero_grad()", "if not loss.isfinite(): continue\n        model.zero_grad()")
     plain, changed = train(script), train(script, precision="16-mixed")
     assert plain.code == changed.code == 0, plain.err + changed.err
     assert changed.err.count(said) >= 1
     assert math.isfinite(changed.left["losses"])
     assert plain.left["steps"] - lost <= changed.left["steps"] <= plain.left["steps"]
     assert all(value.isfinite().all() for value in changed.left["model"].values())
+
+
+AVERAGED = (
+    "grads = [p.grad.clone() for p in model.parameters()]\n        "
+    "kept = grads if kept is None else [0.9 * old + 0.1 * new for old, new in zip(kept, grads)]\n        "
+    "for p, one in zip(model.parameters(), kept): p.grad += one\n        optimizer.step()"
+)
+FLAT = (
+    "flat, at = torch.zeros(sum(p.numel() for p in model.parameters())), 0\n    for p in model.parameters():\n        "
+    "p.grad = flat[at:at + p.numel()].view_as(p); at += p.numel()"
+)
+OWN_SUMS = (
+    "torch._foreach_add_(kept, [p.grad for p in model.parameters()])\n        if number % 4 == 3:\n            "
+    "for p, one in zip(model.parameters(), kept): p.grad = one / 4\n            "
+    "optimizer.step(); kept = [torch.zeros_like(p) for p in model.parameters()]"
+)
+KEEPERS = {  # what is set up, what is done behind the backward, and what is said
+    "an average of gradients": (f"{ADAM}; kept = None", AVERAGED, "the script itself reads gradients"),
+    "an average of norms": (
+        f"{ADAM}; kept = [torch.zeros(())]",
+        "kept = [0.9 * kept[0] + 0.1 * nn.utils.clip_grad_norm_(model.parameters(), 1e4)]; optimizer.step()",
+        "this step is skipped",
+    ),
+    "an average of a flat tensor": (
+        f"{ADAM}; kept = [torch.zeros(())]\n    {FLAT}",
+        "kept = [0.9 * kept[0] + 0.1 * flat]; optimizer.step()",
+        "this step is skipped",
+    ),
+    "sums of its own": (
+        f"{ADAM}; kept = [torch.zeros_like(p) for p in model.parameters()]",
+        OWN_SUMS,
+        "the script itself reads gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEEPERS)
+def test_what_a_script_keeps_of_gradients_takes_in_no_overflow(train: Train, case: str) -> None:
+    setup, body, said = KEEPERS[case]
+    script = OVERFLOWING.replace("SETUP", setup).replace("STEP", body).replace("BIG", "nn.Identity()")
+    script = script.replace('"steps": steps', '"kept": kept').replace(
+        "model.zero_grad()", "optimizer.zero_grad(not FLAT)"
+    )
+    script = script.replace("not FLAT", str("flat tensor" not in case))
+    plain, changed = train(script), train(script, precision="16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert "this step is skipped" in changed.err
+    assert said in changed.err
+    assert all(one.isfinite().all() for one in (*changed.left["kept"], *changed.left["model"].values()))
+    assert close(plain.left["losses"] / 1e4, changed.left["losses"] / 1e4, 0.01)
 
 
 def test_sparse_gradients_are_unscaled_too(train: Train) -> None:

@@ -122,6 +122,51 @@ def test_random_numbers_are_those_of_float32(train: Train) -> None:
         assert close(one, other, 0.01)
 
 
+KEPT = """
+    import dataclasses
+    import torch
+    from torch import nn
+
+    class Named(list):
+        def __init__(self, name): self.name = name
+    @dataclasses.dataclass
+    class Node:
+        value: object
+        parent: object = None
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.cache, self.all, self.node = nn.Linear(8, 8), {}, Named("all"), Node(None)
+            self.node.parent = Node([self.node])
+        def forward(self, batch):
+            hidden = self.layer(batch["x"] + self.cache.get("last", 0))
+            self.cache["last"] = hidden.detach()
+            self.all.append(hidden)
+            self.node.value = batch["y"] = hidden
+            return self.cache, self.all, self.node, batch
+    net, batch, same, kinds, last = Net(), {"x": torch.randn(2, 8)}, [], set(), []
+    for _ in range(3):
+        cache, all_, node, back = net(batch)
+        same.append([cache is net.cache, all_ is net.all, node is net.node, back is batch])
+        same[-1].append(node.parent.value[0] is node)
+        kinds |= {one.dtype for one in (net.cache["last"], *net.all, net.node.value, batch["y"])}
+        cache["last"] = cache["last"] * 0.5  # the script's change is there in the next forward
+        last.append(cache["last"].mean().item())
+    torch.save({"same": same, "kinds": kinds, "last": last}, "left.pt")
+"""
+
+
+def test_what_a_model_keeps_and_returns_is_the_same_object(train: Train) -> None:
+    plain, changed = train(KEPT), train(KEPT, precision="bf16-mixed")
+    assert plain.code == changed.code == 0, plain.err + changed.err
+    assert plain.left["same"] == changed.left["same"] == [[True] * 5] * 3
+    assert changed.left["kinds"] == {torch.float32}
+    assert changed.installed == {"precision": "model"}
+    assert not identical(plain.left["last"], changed.left["last"])
+    assert close(plain.left["last"], changed.left["last"], 0.01)
+
+
 ROUTED = """
     import torch
     from torch import nn

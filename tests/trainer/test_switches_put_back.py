@@ -171,7 +171,7 @@ EACH = [pytest.param(name, setting, marks=SLOW.get(name, ())) for name, setting 
 @pytest.mark.parametrize(("technique", "setting"), [*EACH, ("precision", "16-mixed")])
 def test_no_technique_leaves_a_function_replaced(technique: str, setting: Any) -> None:
     trainer = quiet(plan=Plan({technique: setting}), limit_train_batches=2, limit_val_batches=1)
-    before = callables()
+    before, read = callables(), vars(torch.Tensor).get("grad")
     for epochs in (1, 2):  # also in a second training by the same Trainer
         trainer.max_epochs = epochs
         trainer.fit(Busy(), loader(), loader())
@@ -179,6 +179,7 @@ def test_no_technique_leaves_a_function_replaced(technique: str, setting: Any) -
         # torch replaces some itself: an optimizer's `step` as the first one is built, `manual_seed` by dynamo.
         left = [place for place, now in after.items() if is_hastens(now) and before.get(place) is not now]
         assert not left, left
+        assert vars(torch.Tensor).get("grad") is read  # a property, no function
         before = after
 
 

@@ -165,7 +165,9 @@ def test_a_training_too_short_for_it_is_not_compiled_to_see(
 ) -> None:
     several = trials(tmp_path, TRAIN + "train(3)", monkeypatch)
     baseline, several.deadline = several.run({}), time.monotonic() + 60  # it runs two epochs of the three at the most
-    found = SearchState(Course([Candidate("set_to_none", True), Candidate("compile", "default")], live=False), warm=False)
+    found = SearchState(
+        Course([Candidate("set_to_none", True), Candidate("compile", "default")], live=False), warm=False
+    )
     monkeypatch.setattr(several, "run", lambda plan, timeout: Trial(plan, 0, "crash", 0.1, reason="not run here"))
     search_apart(several, found, baseline, steps, several.deadline, lambda line: None, lambda block: None)
     asked = {index for block in found.blocks for index in block.on}

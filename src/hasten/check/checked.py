@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.check import words
 from hasten.check.agreement import Agreement
-from hasten.check.judge import RunComparison, Difference
+from hasten.check.judge import Difference, RunComparison
 from hasten.plan import Setting
 
 

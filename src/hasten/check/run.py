@@ -164,7 +164,11 @@ class _Check:
     # -- what was saved, and going on from it ----------------------------------------------------------------
 
     def _files(
-        self, lap: ReferenceRun, parts: list[tuple[dict[str, Setting], Effect]], runs: list[RunComparison], ends: list[FinishedRun]
+        self,
+        lap: ReferenceRun,
+        parts: list[tuple[dict[str, Setting], Effect]],
+        runs: list[RunComparison],
+        ends: list[FinishedRun],
     ) -> list[FileDifference]:
         """Return the saved files that differ although the training state they come from does not."""
         found: list[FileDifference] = []

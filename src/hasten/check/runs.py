@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.check.judge import SINGLE, TIMES, RunComparison, Difference, judge_run, roundoff_of
+from hasten.check.judge import SINGLE, TIMES, Difference, RunComparison, judge_run, roundoff_of
 from hasten.check.options import FOLLOWS, RECORDS, WitnessOptions
 from hasten.errors import HastenError, script_fails
 from hasten.plan import Setting
@@ -176,7 +176,13 @@ class Runs:
         return [(ended, seen) for ended, seen in known if seen is not None and not seen["failed"]]
 
     def judge(
-        self, lap: ReferenceRun, plan: Techniques, level: Effect, ended: FinishedRun, seen: Any, other_start: bool = False
+        self,
+        lap: ReferenceRun,
+        plan: Techniques,
+        level: Effect,
+        ended: FinishedRun,
+        seen: Any,
+        other_start: bool = False,
     ) -> RunComparison:
         if ended.failed or seen is None:
             how = f"the script fails under the plan: {ended.failed or 'it left nothing'}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
+from hasten import messages
 from hasten.errors import HastenError
 
 
@@ -20,16 +22,27 @@ def main() -> None:
 
         app()
     except HastenError as error:
-        print(f"hasten: {error}", file=sys.stderr)
+        messages.tell(f"hasten: {error}")
         sys.exit(error.code)
     except KeyboardInterrupt:
-        print("hasten: stopped before there was anything to keep", file=sys.stderr)
+        messages.tell("hasten: stopped before there was anything to keep")
         sys.exit(130)
     except OSError as error:
-        if _writable(sys.stdout):
+        if _folder_is_gone():
+            messages.tell("hasten: the current folder no longer exists\n  cd to another one")
+            sys.exit(2)
+        if sys.stdout is None or _writable(sys.stdout):
             raise
-        print(f"hasten: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        messages.tell(f"hasten: cannot write to standard output: {error.strerror}")
         sys.exit(1)
+
+
+def _folder_is_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _writable(stream: TextIO) -> bool:

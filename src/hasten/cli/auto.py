@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hasten.errors import HastenError
@@ -21,7 +22,8 @@ def options_of(command: list[str], auto: bool, out: Path, replay: Path | None) -
         if auto:
             raise HastenError("--auto and --replay exclude each other", "leave one of them out")
         read_schedule(replay)
-        return AutoOptions("", str(replay.absolute()), replay=True)
+        return AutoOptions("", str(replay.absolute()), replay=True, root=os.getpid())
     schedule = new_files(out)
     epochs = epochs_named(command)
-    return AutoOptions(str(out.absolute()), str(schedule.absolute()), epochs[0] if epochs else None, shown=str(out))
+    known = epochs[0] if epochs else None
+    return AutoOptions(str(out.absolute()), str(schedule.absolute()), known, shown=str(out), root=os.getpid())

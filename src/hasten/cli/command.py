@@ -73,6 +73,12 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
     if path.suffix == ".ipynb" and path.is_file():  # Python would say that `null` is not defined, or see nothing
         remedy = f"export it as a script: jupyter nbconvert --to script {shlex.quote(first)}"
         raise HastenError(f"{first} is a notebook, not a script", remedy)
+    if path.exists() and not path.is_file() and not path.is_dir():  # `hasten run <(...)`, as Python can
+        if verb == "run":
+            return [sys.executable, *command]
+        raise HastenError(
+            f"{first} is a pipe or a device: hasten {verb} runs a script more than once", "save it as a file"
+        )
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten import messages
 from hasten.cli.command import process_arguments, split_line, tell_misplaced, trained, without_python
 from hasten.errors import HastenError
 from hasten.evidence import this_machine
@@ -66,7 +66,7 @@ def launch_quickly(words: list[str]) -> None:
 def launch(command: list[str], how: RunOptions) -> None:
     """Check everything, set the environment, and replace this process by the training's."""
     arguments, env = prepared(command, how)
-    sys.stdout.flush()
+    messages.settle()
     os.execve(arguments[0], arguments, env)
 
 
@@ -92,10 +92,10 @@ def prepared(command: list[str], how: RunOptions, ranks: RankOptions | None = No
         check_target(live_path(evidence), "the live file", is_live)
     if not quiet:
         for remark in remarks(chosen, this_machine()):
-            print(f"hasten: {remark}", file=sys.stderr)
+            messages.tell(f"hasten: {remark}")
         tuned, runs = trained(chosen.made.get("command", "").split()), trained(command)
         if tuned and runs and tuned != runs:
-            print(f"hasten: {chosen.path} was made for {tuned}, not for {runs}: tune it, too", file=sys.stderr)
+            messages.tell(f"hasten: {chosen.path} was made for {tuned}, not for {runs}: tune it, too")
     config = RunConfig(
         techniques=dict(chosen.techniques),
         evidence=str(evidence.absolute()) if evidence else "",
@@ -130,8 +130,7 @@ def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
             code=3,
         )
     if not quiet and made_on and (made_on.get("cpu"), made_on.get("cores")) != (machine.cpu, machine.cores):
-        print(
+        messages.tell(
             f"hasten: {plan.path} was measured on {made_on.get('cores')} cores of {made_on.get('cpu')}; this machine "
-            f"has {machine.cores} of {machine.cpu}: its speed-up may be another",
-            file=sys.stderr,
+            f"has {machine.cores} of {machine.cpu}: its speed-up may be another"
         )

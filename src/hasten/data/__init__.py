@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from hasten.data.loader import DataLoader
     from hasten.data.parquet import ParquetDataset
     from hasten.data.remote.options import Remote, RemoteError
-    from hasten.data.sample_fetcher import SampleFault, SampleError
+    from hasten.data.sample_fetcher import SampleError, SampleFault
     from hasten.data.sample_keys import SampleRng, sample_rng
     from hasten.data.sample_store import SampleStore
 
 __all__ = [
     "DataLoader",
-    "Fault",
     "ParquetDataset",
     "Remote",
     "RemoteError",
     "SampleError",
+    "SampleFault",
     "SampleRng",
     "SampleStore",
     "sample_rng",
@@ -26,7 +26,7 @@ __all__ = [
 
 _SUBMODULES = {
     "DataLoader": "loader",
-    "Fault": "sample_fetcher",
+    "SampleFault": "sample_fetcher",
     "ParquetDataset": "parquet",
     "Remote": "remote.options",
     "RemoteError": "remote.options",

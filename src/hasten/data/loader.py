@@ -27,7 +27,7 @@ from hasten.data import rng
 from hasten.data.elastic import ElasticBatches, ElasticSampler, Order, check_rank
 from hasten.data.passes import InProcess, WorkerProcesses
 from hasten.data.permutation import Permutation, key_of
-from hasten.data.sample_fetcher import ON_ERROR, SampleFault, FaultLedger
+from hasten.data.sample_fetcher import ON_ERROR, FaultLedger, SampleFault
 from hasten.data.sample_keys import Reseed, unmoved
 from hasten.data.thread_pass import ThreadPass
 from hasten.errors import HastenError

@@ -2,7 +2,7 @@
 
 `SampleFetcher` replaces the dataset in a loader's workers. Before each sample it writes the index and time into the
 worker's beat (read by `passes`) and reseeds the generators. `Collate` replaces the collate function, and sends the
-failed samples (`Fault`) along with the batch to the training's `Ledger`.
+failed samples (`SampleFault`) along with the batch to the training's `FaultLedger`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DataLoader workers whose RNG states the main process knows, and that can start in the middle of a pass.
 
-In a worker, `_Stamp` wraps the collate function and sends the worker's RNG state along with a batch (`Stamped`) if
+In a worker, `_Stamp` wraps the collate function and sends the worker's RNG state along with a batch (`StampedBatch`) if
 making it changed the state. In the main process, a subclass of torch's iterator records these states in a
 `WorkerWatch`. On a resume, `_WorkerInit` restores them in new workers, and the iterator skips the consumed batches.
 """
@@ -279,7 +279,9 @@ def settle(iterator: Any) -> None:
 def _plainly(data: Any) -> Any:
     """Return a worker's batch, without the state that StatefulDataLoader's workers send with it."""
     return (
-        data[0] if type(data) is tuple and data and type(data[0]) in (StampedBatch, _IterableDatasetStopIteration) else data
+        data[0]
+        if type(data) is tuple and data and type(data[0]) in (StampedBatch, _IterableDatasetStopIteration)
+        else data
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from hasten import files
-from hasten.doctor.endings import how_it_ended, evidence_without_report, signal_name
+from hasten.doctor.endings import evidence_without_report, how_it_ended, signal_name
 from hasten.doctor.findings import switched
 from hasten.doctor.flame import script_line_of
 from hasten.doctor.observe import BENCH, OBSERVERS

@@ -19,14 +19,14 @@ from hasten.evidence.observed import (
     Event,
     Inputs,
     Layer,
-    SampledLine,
-    Measurement,
-    MemoryPoint,
-    Sampled,
-    Stages,
-    ProcessEnvironment,
     LiveTrial,
     MachineUse,
+    Measurement,
+    MemoryPoint,
+    ProcessEnvironment,
+    Sampled,
+    SampledLine,
+    Stages,
 )
 from hasten.evidence.plain import finite, read_plain
 from hasten.files import json_of, write_own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hasten.evidence.figures import percent
 from hasten.evidence.finding import HowKnown
-from hasten.evidence.observed import Layer, Measurement, LiveTrial
+from hasten.evidence.observed import Layer, LiveTrial, Measurement
 from hasten.evidence.schema import ASIDE, Evidence, Phase
 
 COMPUTE = (Phase.FORWARD, Phase.BACKWARD)

@@ -29,8 +29,8 @@ from hasten.online.eligibility import candidates, now_left_alone, seconds_of_ste
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
 from hasten.online.record import Event, MeasuredBlock
-from hasten.online.schedule import Host, BlockRequests, ask, play_off, search
-from hasten.online.switches import Schedule, RecordedSwitch
+from hasten.online.schedule import BlockRequests, Host, ask, play_off, search
+from hasten.online.switches import RecordedSwitch, Schedule, process_of
 from hasten.plan import Setting
 from hasten.techniques import Liveness, toml_value
 
@@ -104,6 +104,8 @@ class Auto:
 
     def on_step(self, steps: int) -> int | None:
         """Take in the step that just ended. Return the number of the step to be called after; None for the next."""
+        if os.getpid() != self._pid and not self._began:  # the script trains in a fork of itself, such as a daemon
+            self._around.say("auto: the run is left alone: it trains in a fork of the process that imported torch")
         if self._over or os.getpid() != self._pid:
             return _NEVER
         again = None
@@ -205,7 +207,8 @@ class Auto:
             return
         self._losses.wrong(on=False, watched=False)
         try:
-            self._schedule = Schedule(self._options.schedule, self._around.command)
+            process = process_of(self._options.root) if self._options.root else None
+            self._schedule = Schedule(self._options.schedule, self._around.command, process)
         except FileExistsError:
             self._why = f"{self._options.schedule} is another process's of this run"
             return

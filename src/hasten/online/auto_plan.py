@@ -78,6 +78,10 @@ def new_files(plan: Path) -> Path:
         raise HastenError(f"--auto does not write its plan to {plan}", f"name another file, such as {AUTO_NAME}")
     check_target(plan, "the plan", is_auto_plan)
     check_target(schedule, "the schedule of switches", is_schedule)
+    if schedule.exists() and not schedule.is_file():  # else it would be removed
+        raise HastenError(
+            f"cannot write the schedule of switches {schedule}: it is a pipe or a device", "name another file"
+        )
     with contextlib.suppress(FileNotFoundError):  # there is none, or another process of this run has moved it
         if stat.S_ISREG(schedule.lstat().st_mode) and schedule.stat().st_size:
             set_aside(schedule, _free(plan))

@@ -144,7 +144,9 @@ class OpenBlock:
         self.seconds += self.now() - before
         mean = tuple(seconds / self.steps for seconds in self.phases)
         taken, on = self.reading.taken(), tuple(sorted(self.on))
-        return MeasuredBlock(self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs)
+        return MeasuredBlock(
+            self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs
+        )
 
 
 def is_bad(recorder: Recorder) -> bool:

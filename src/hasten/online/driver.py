@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hasten.online.blocks import OpenBlock, BlockRequest, is_bad, synchronize
+from hasten.online.blocks import BlockRequest, OpenBlock, is_bad, synchronize
 from hasten.online.course import Course
 from hasten.online.options import FILLING, FILLS, OnlineOptions
-from hasten.online.record import Event, MeasuredBlock, Record, BlockWriter
-from hasten.online.schedule import Host, BlockRequests, schedule
+from hasten.online.record import BlockWriter, Event, MeasuredBlock, Record
+from hasten.online.schedule import BlockRequests, Host, schedule
 from hasten.techniques import Liveness
 
 if TYPE_CHECKING:

@@ -114,6 +114,7 @@ class AutoOptions:
         most_seconds: Most seconds of the search.
         look_every: Least number of steps between two looks at whether the chosen set still helps.
         steps: Steps of the whole training, if known; `epochs` is not needed then.
+        root: Process id that `hasten run` becomes by exec; 0 if it does not matter which process is switched.
     """
 
     plan: str
@@ -126,3 +127,4 @@ class AutoOptions:
     most_seconds: float = 60.0
     look_every: int = 1000
     steps: int | None = None
+    root: int = 0

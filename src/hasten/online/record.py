@@ -99,4 +99,4 @@ def read(path: Path, offset: int = 0) -> tuple[list[MeasuredBlock | Event], int]
 
 
 def _of(data: dict[str, Any]) -> MeasuredBlock | Event:
-    return MeasuredBlock(**data) if data.pop("is") == "Measured" else Event(**data)
+    return MeasuredBlock(**data) if data.pop("is") == MeasuredBlock.__name__ else Event(**data)

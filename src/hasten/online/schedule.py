@@ -1,6 +1,6 @@
 """The order of measurements: the script as it is, all on, the search, compiling, the claim. No torch.
 
-Each stage is a generator that yields a `Wish` (the block it wants) and receives the `Measured` block.
+Each stage is a generator that yields a `BlockRequest` and receives the `MeasuredBlock`.
 """
 
 from __future__ import annotations

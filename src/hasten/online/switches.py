@@ -7,8 +7,10 @@ numbers: that is what `--replay` does.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,15 +45,19 @@ class Schedule:
     Args:
         path: The file, which must not exist.
         command: The training's command line.
+        process: Result of `process_of` for this process; None if any process may repeat the run.
 
     Raises:
         FileExistsError: Another process writes this file.
         OSError: The file cannot be written.
     """
 
-    def __init__(self, path: str, command: Sequence[str]) -> None:
+    def __init__(self, path: str, command: Sequence[str], process: Sequence[str] | None = None) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._write({"schema": f"{_KIND}/1", "command": list(command)})
+        self._identity = _identity(os.fstat(self._file))
+        head: dict[str, object] = {"schema": f"{_KIND}/1", "command": list(command)}
+        self._write(head if process is None else {**head, "process": list(process)})
 
     def write(self, switched: RecordedSwitch) -> None:
         """Append a switch."""
@@ -60,12 +66,42 @@ class Schedule:
     def _write(self, data: dict[str, object]) -> None:
         left = (json.dumps(data) + "\n").encode()
         try:
+            # A script may close all descriptors that it does not know (`os.closerange(3, 256)`) and open files of its
+            # own: then this descriptor may belong to one of those.
+            if _identity(os.fstat(self._file)) != self._identity:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while left:  # a nearly full disk accepts only part of a write
                 left = left[os.write(self._file, left) :]
         except OSError:
             # A replay would keep the last written set on, while this run continues with all off: better no replay.
-            os.ftruncate(self._file, 0)
+            if _identity(Path(self._path).stat()) == self._identity:
+                os.truncate(self._path, 0)
             raise
+
+
+def process_of(root: int) -> list[str]:
+    """Return what identifies this process among those of its run, the same in each repetition.
+
+    Args:
+        root: Process id of the first process, which `hasten run` became by exec.
+
+    Returns:
+        [] for the first process; for others, their arguments.
+    """
+    if os.getpid() == root:
+        return []
+    # Ranks are switched together, but DeepSpeed's launcher passes each its number as an argument: leave that out.
+    return [word for word in sys.orig_argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
+
+
+def process_in(path: Path) -> list[str] | None:
+    """Return the process that wrote a schedule, as `process_of` returned it; None if any process may repeat it."""
+    process = parse_json(read_bytes(path).partition(b"\n")[0]).get("process")
+    return [str(word) for word in process] if isinstance(process, list) else None
+
+
+def _identity(file: os.stat_result) -> tuple[int, int]:
+    return file.st_dev, file.st_ino
 
 
 def is_schedule(content: bytes) -> bool:

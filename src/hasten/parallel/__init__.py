@@ -22,7 +22,7 @@ from hasten.parallel.spawn import spawn
 from hasten.parallel.world import World
 
 __all__ = [
-    "Devices", "Exchange", "Place", "Step", "World", "agree_on_batches", "before_backward", "choose_devices",
+    "Devices", "Exchange", "RankPlace", "Step", "World", "agree_on_batches", "before_backward", "choose_devices",
     "distributed_loader", "ending", "explained", "find_place", "forward", "guard", "manual_forward", "open_world",
     "refuse_unlike", "set_epoch", "size_of", "spawn", "sync_batchnorm", "with_gradients", "wrap",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hasten.errors import HastenError
 from hasten.parallel.flat import copy_back, pieces
-from hasten.parallel.meeting import MeetingTopic, Meeting
+from hasten.parallel.meeting import Meeting, MeetingTopic
 
 _BUCKET = 1 << 25  # bytes per all-reduce
 

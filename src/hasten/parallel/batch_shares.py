@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from hasten.errors import HastenError
-from hasten.parallel.meeting import MeetingTopic, Meeting
+from hasten.parallel.meeting import Meeting, MeetingTopic
 
 _AHEAD = 1024  # batches whose indices rank 0 broadcasts at once
 

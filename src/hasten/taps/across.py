@@ -27,7 +27,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Phase, facts
 from hasten.parallel.averaging import Averaging
 from hasten.parallel.batch_shares import LoaderState, Pass, SharedBatches, shuffles
-from hasten.parallel.meeting import MeetingTopic, Meeting
+from hasten.parallel.meeting import Meeting, MeetingTopic
 from hasten.parallel.same_data import fingerprint
 from hasten.parallel.same_weights import SameWeights
 from hasten.parallel.sum_over_batch import sum_over_batch
@@ -196,7 +196,11 @@ class CarriedRank:
         Raises:
             HastenError: The dataset differs between ranks.
         """
-        if not self.meeting().meet(MeetingTopic.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset)).same:
+        if (
+            not self.meeting()
+            .meet(MeetingTopic.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset))
+            .same
+        ):
             state = loader.__dict__.get("_hasten_across")
             where = f" at {state.where}" if state is not None and state.where else ""
             raise HastenError(

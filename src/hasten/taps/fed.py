@@ -40,7 +40,7 @@ class FedBatches:
         self.samples, self.all_samples = 1.0, 0
         self.untold: list[LoaderState] = []
         self._announced: set[str] = set()  # `file:line` of loaders
-        self._since: dict[Pass | UnsharedPass, int] = {}  # pass -> number of batches that it gave since the last backward
+        self._since: dict[Pass | UnsharedPass, int] = {}  # pass -> batches given since the last backward
 
     def gave(self, iterator: Any) -> None:
         """Count a batch that a loader just gave."""

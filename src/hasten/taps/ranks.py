@@ -1,4 +1,4 @@
-"""The taps of a rank of a single-device script: they call `Across` for what the script builds and does.
+"""The taps of a rank of a single-device script: they call `CarriedRank` for what the script builds and does.
 
 `under` sets those that run inside the techniques' taps, before the other taps are set; `over` sets those around them.
 """

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten import messages
 from hasten.evidence import Evidence
 from hasten.evidence.recorded import so_far as evidence_so_far
-from hasten.online.auto import TunedProcess, Auto
+from hasten.online.auto import Auto, TunedProcess
 from hasten.online.eligibility import ranks_differ, told_without_asking
-from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard
+from hasten.online.options import AutoOptions
+from hasten.online.rank_sync import FollowingRank, LeadingBoard, LeadingRank
 from hasten.online.replay import Replay
-from hasten.online.switches import read_schedule
+from hasten.online.switches import process_in, process_of, read_schedule
 from hasten.switchboard import Switchboard
+from hasten.taps.steps_over import NEVER
 
 if TYPE_CHECKING:
     from hasten.taps.built import Built
@@ -30,10 +34,11 @@ def begin(session: Session, built: Built) -> Told | None:
     options, board, recorder = session.config.auto, session.run, session.run.recorder
     if options is None or not isinstance(board, Switchboard) or recorder is None:
         return None
-    if multiprocessing.parent_process() is not None:
-        return None
     say = functools.partial(_say, session.config.quiet or session.rank > 0)
     over = functools.partial(_listen_no_more, session)
+    if why := _why_alone(options):
+        session.steps_over.tell(functools.partial(_leave_alone, why, say, over))
+        return None
     told: Told
     if options.replay:  # every rank replays on its own, as all count the same steps
         told = Replay(read_schedule(Path(options.schedule), say), board, recorder, say, over)
@@ -46,6 +51,26 @@ def begin(session: Session, built: Built) -> Told | None:
         told = LeadingRank(auto, board) if isinstance(board, LeadingBoard) else auto
     session.steps_over.tell(told.on_step)
     return told
+
+
+def _why_alone(options: AutoOptions) -> str:
+    """Return why nothing is switched in this process; "" where it may be."""
+    word = "replay" if options.replay else "auto"
+    # While a spawned process imports the script, multiprocessing has not yet said who its parent is.
+    if multiprocessing.parent_process() is not None or getattr(multiprocessing.current_process(), "_inheriting", False):
+        return f"{word}: nothing is switched in a process that multiprocessing has started"
+    wrote = process_in(Path(options.schedule)) if options.replay else None
+    if wrote is None or wrote == process_of(options.root):
+        return ""
+    other = shlex.join(wrote) if wrote else "the one that `hasten run` started"
+    return f"{word}: nothing is switched in this process: {options.schedule} is another process's: {other}"
+
+
+def _leave_alone(why: str, say: Callable[[str], None], over: Callable[[], None], _steps: int) -> int:
+    """Say so, now that this process is seen to train."""
+    say(why)
+    over()
+    return NEVER
 
 
 def so_far(session: Session, built: Built) -> Evidence:

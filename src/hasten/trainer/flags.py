@@ -84,7 +84,9 @@ def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
         if name in known:
             continue
         if name in OLD_FLAGS:
-            raise UnknownFlagError(f"Trainer({name}=...) is not a flag of hasten's Trainer", f"instead: {OLD_FLAGS[name]}")
+            raise UnknownFlagError(
+                f"Trainer({name}=...) is not a flag of hasten's Trainer", f"instead: {OLD_FLAGS[name]}"
+            )
         if name in _ELSEWHERE:
             raise UnknownFlagError(f"Trainer({name}=...) is another Trainer's, and not hasten's", _ELSEWHERE[name])
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)

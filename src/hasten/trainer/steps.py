@@ -274,7 +274,9 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     run = trainer.engine.run
     plain: Callable[..., Any]
     if own is not None:
-        plain = through_techniques(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
+        plain = (
+            through_techniques(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
+        )
     elif run.acting("backward"):
         plain = run.wrapped("backward", torch.autograd.backward)
     else:

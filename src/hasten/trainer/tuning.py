@@ -1,7 +1,7 @@
 """`Trainer(plan="auto")`: tunes a fit while it runs, with the code of `hasten run --auto`.
 
 The callback `Tuning` owns the Trainer's Run (a switchboard of techniques), and passes steps and passes to a controller:
-a search (`Auto`), its copy on rank 0 (`Leading`) with followers on the other ranks (`Following`), or a `Replay`. A
+a search (`Auto`), its copy on rank 0 (`LeadingRank`) with followers on the other ranks (`FollowingRank`), or a `Replay`. A
 schedule as the plan repeats an earlier fit: the same switches at the same steps.
 """
 
@@ -22,11 +22,11 @@ from hasten.evidence import Evidence, this_machine
 from hasten.evidence.recorded import so_far
 from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
-from hasten.online.auto import TunedProcess, Auto
+from hasten.online.auto import Auto, TunedProcess
 from hasten.online.auto_plan import AUTO_NAME, new_files
 from hasten.online.eligibility import replayed, switchable, told_without_asking
 from hasten.online.options import AutoOptions
-from hasten.online.rank_sync import FollowingRank, LeadingRank, LeadingBoard
+from hasten.online.rank_sync import FollowingRank, LeadingBoard, LeadingRank
 from hasten.online.replay import Replay
 from hasten.online.switches import RecordedSwitch, is_schedule, read_schedule
 from hasten.plan import Setting

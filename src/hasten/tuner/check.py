@@ -94,7 +94,9 @@ class Processes:
     options: CheckOptions
     _going: set[Child] = field(default_factory=set)
 
-    def __call__(self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None) -> FinishedRun:
+    def __call__(
+        self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None
+    ) -> FinishedRun:
         """Run the training once; see `hasten.check.run.Runner`."""
         config = config_of(plan, witness, folder, saved, self.command, self.options)
         assert config.trial is not None

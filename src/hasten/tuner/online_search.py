@@ -198,7 +198,12 @@ class _Process:
     """
 
     def __init__(
-        self, trials: Trials, found: SearchState, options: OnlineOptions, on_block: Callable[[MeasuredBlock], None], step: float
+        self,
+        trials: Trials,
+        found: SearchState,
+        options: OnlineOptions,
+        on_block: Callable[[MeasuredBlock], None],
+        step: float,
     ) -> None:
         self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
         self._first_block = max(2.0, _STEPS_OF_A_BLOCK * step)

@@ -278,7 +278,9 @@ def _memory(a: list[Trial], b: list[Trial]) -> Memory:
     return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
 
 
-def _phases(found: SearchState, baseline: Baseline, timings: list[tuple[Timing, Timing]]) -> dict[str, dict[str, float]]:
+def _phases(
+    found: SearchState, baseline: Baseline, timings: list[tuple[Timing, Timing]]
+) -> dict[str, dict[str, float]]:
     """Return seconds per phase of a step, by side: from the claim's blocks, else fresh processes, else the baseline."""
     if found.chosen and len(measured := found.phases()) == 2:
         return {side: _by_name(phases) for side, phases in measured.items()}

@@ -59,11 +59,15 @@ def search_apart(
     found.chosen = course.chosen()
 
 
-def _saw(found: SearchState, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[MeasuredBlock], None]) -> bool:
+def _saw(
+    found: SearchState, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[MeasuredBlock], None]
+) -> bool:
     """Add a trial to the search as a block. Return whether it measured anything."""
     began = time.monotonic() - trial.seconds
     if trial.timing is None:
-        block = MeasuredBlock(began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}")
+        block = MeasuredBlock(
+            began, trial.seconds, 1, tuple(sorted(on)), part, trouble=f"{trial.outcome}: {trial.reason}"
+        )
     else:
         cost = trial.timing.cost
         steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1

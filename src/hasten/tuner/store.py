@@ -158,7 +158,9 @@ def _learned(found: SearchState) -> tuple[SettingResult, ...]:
             continue
         seen = course.validation.estimate(index, ()) if course.validation.seen else None
         validation = (seen.mean, seen.spread) if seen is not None else None
-        learned.append(SettingResult(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off))
+        learned.append(
+            SettingResult(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off)
+        )
     return tuple(learned)
 
 

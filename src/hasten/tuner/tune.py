@@ -27,7 +27,7 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.budget import TimeSpent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Claimed, SearchState, QuietMeter
+from hasten.tuner.found import Claimed, QuietMeter, SearchState
 from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of

@@ -18,19 +18,19 @@ from hasten.evidence import (
     GpuUse,
     Inputs,
     Layer,
-    SampledLine,
     LoaderFacts,
     Machine,
+    MachineUse,
     MemoryPoint,
     ModelFacts,
     Operator,
     OptimizerFacts,
     Pass,
     Probe,
-    Sampled,
-    Stages,
     ProcessEnvironment,
-    MachineUse,
+    Sampled,
+    SampledLine,
+    Stages,
 )
 
 GIB = 1 << 30

@@ -19,12 +19,12 @@ from hasten.evidence import (
     Finding,
     HowKnown,
     Inputs,
+    LiveTrial,
     Measurement,
     Operator,
+    ProcessEnvironment,
     Sampled,
     Severity,
-    ProcessEnvironment,
-    LiveTrial,
 )
 from tests.doctor.findings.made import event, evidence
 
@@ -74,7 +74,9 @@ class TestPrecision:
         finding = of("full_precision", seen)
         assert finding is not None
         assert "GLIBC_TUNABLES=glibc.malloc.mmap_threshold=" in finding.fix
-        other = of("full_precision", dataclasses.replace(seen, surroundings=ProcessEnvironment(preload="libjemalloc.so")))
+        other = of(
+            "full_precision", dataclasses.replace(seen, surroundings=ProcessEnvironment(preload="libjemalloc.so"))
+        )
         assert other is not None
         assert "GLIBC_TUNABLES" not in other.fix
         monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=67108864")

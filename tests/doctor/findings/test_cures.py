@@ -9,7 +9,7 @@ import pytest
 
 from hasten.doctor.findings import FINDINGS
 from hasten.doctor.observe import OBSERVERS
-from hasten.evidence import Evidence, Sampled, LiveTrial, read_evidence
+from hasten.evidence import Evidence, LiveTrial, Sampled, read_evidence
 from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig
 from tests.doctor.findings.made import event, evidence, use

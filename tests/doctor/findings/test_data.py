@@ -16,7 +16,7 @@ from hasten.doctor.findings.slow_decode import SlowDecode
 from hasten.doctor.findings.too_many_workers import TooManyWorkers
 from hasten.doctor.findings.workers_recreated import WorkersRecreated
 from hasten.doctor.findings.workers_zero import WorkersZero
-from hasten.evidence import Evidence, HowKnown, Pass, Probe, Severity, Stages, ProcessEnvironment
+from hasten.evidence import Evidence, HowKnown, Pass, Probe, ProcessEnvironment, Severity, Stages
 from tests.doctor.findings.made import evidence, only, use
 
 SLOW = {"data": 0.020, "forward": 0.003, "backward": 0.006, "optimizer": 0.001, "other": 0.0}  # waits 20 of 30 ms

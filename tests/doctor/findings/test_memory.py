@@ -18,7 +18,7 @@ from hasten.doctor.findings.memory_underused import MemoryUnderused
 from hasten.doctor.findings.retained_graph import RetainedGraph
 from hasten.doctor.findings.validation_graphs import ValidationGraphs
 from hasten.doctor.findings.zeroed_gradients import ZeroedGradients
-from hasten.evidence import Event, Evidence, HowKnown, Inputs, Layer, MemoryPoint, Severity, ProcessEnvironment
+from hasten.evidence import Event, Evidence, HowKnown, Inputs, Layer, MemoryPoint, ProcessEnvironment, Severity
 from tests.doctor.findings.made import GIB, OPTIMIZER, event, evidence, gpu_use, only, use
 
 MIB = 1 << 20

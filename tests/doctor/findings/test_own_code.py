@@ -21,10 +21,10 @@ from hasten.evidence import (
     Finding,
     HowKnown,
     Layer,
-    SampledLine,
     Measurement,
     Operator,
     Sampled,
+    SampledLine,
     Severity,
 )
 from tests.doctor.findings.made import evidence, use

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hasten.doctor.findings import FINDINGS
-from hasten.evidence import Evidence, Finding, HowKnown, Measurement, LiveTrial
+from hasten.evidence import Evidence, Finding, HowKnown, LiveTrial, Measurement
 from tests.doctor.findings.made import evidence
 
 CONV = Measurement("", "Conv2d 64 -> 64, 3x3: changed", "a", 1e-3, 5e-4, 1.0, 9, 2.0)

@@ -11,7 +11,7 @@ from hasten.doctor.findings.remote_read_ahead import RemoteReadAhead
 from hasten.doctor.findings.slow_disk import SlowDisk
 from hasten.doctor.findings.small_shm import SmallShm
 from hasten.doctor.findings.threads_oversubscribed import ThreadsOversubscribed
-from hasten.evidence import Event, Evidence, HowKnown, Severity, Stages, ProcessEnvironment
+from hasten.evidence import Event, Evidence, HowKnown, ProcessEnvironment, Severity, Stages
 from tests.doctor.findings.made import event, evidence, only, use
 
 SLOW = {"data": 0.020}  # waits 20 of 30 ms

@@ -18,11 +18,11 @@ from hasten.evidence import (
     Evidence,
     Flags,
     GpuUse,
+    MachineUse,
     Pass,
+    ProcessEnvironment,
     Sampled,
     Stages,
-    ProcessEnvironment,
-    MachineUse,
 )
 from tests.doctor.made import GPU_MACHINE, MACHINE, loader, model, run, use
 
@@ -99,7 +99,8 @@ def test_what_is_behind_a_slow_loader() -> None:
     waits = {"data": 0.6}
     assert found(run(shares=waits, stages=(reading,), use=use(1.0, waiting=0.5))).resource == "disk"
     assert (
-        found(run(shares=waits, stages=(reading,), surroundings=ProcessEnvironment(filesystem="nfs4"))).resource == "network"
+        found(run(shares=waits, stages=(reading,), surroundings=ProcessEnvironment(filesystem="nfs4"))).resource
+        == "network"
     )
     decoding = Stages(0, 10, read=0.1, decode=0.9)
     answer = found(run(shares=waits, stages=(decoding,), surroundings=ProcessEnvironment(filesystem="nfs4")))

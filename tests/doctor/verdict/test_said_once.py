@@ -8,7 +8,7 @@ import pytest
 
 from hasten.doctor.diagnose import diagnose
 from hasten.doctor.findings.slow_disk import SlowDisk
-from hasten.evidence import Evidence, Finding, Sampled, Severity, Stages, ProcessEnvironment
+from hasten.evidence import Evidence, Finding, ProcessEnvironment, Sampled, Severity, Stages
 from hasten.evidence.disks import is_network
 from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import on_gpu

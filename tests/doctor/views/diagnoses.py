@@ -17,15 +17,15 @@ from hasten.evidence import (
     HowKnown,
     Layer,
     LoaderFacts,
+    MachineUse,
     MemoryPoint,
     ModelFacts,
     Operator,
     Pass,
+    ProcessEnvironment,
     Sampled,
     Severity,
     Stages,
-    ProcessEnvironment,
-    MachineUse,
     Validation,
 )
 from tests.report.conftest import MACHINE

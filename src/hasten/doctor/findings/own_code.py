@@ -43,7 +43,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from hasten.doctor.rule import Rule
-from hasten.evidence import PHASES, Evidence, Finding, HowKnown, SampledLine, Phase
+from hasten.evidence import PHASES, Evidence, Finding, HowKnown, Phase, SampledLine
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import seconds_of, share_of
 

@@ -53,7 +53,9 @@ class TooManyWorkers(Rule):
                 continue
             start = epoch_start(evidence, loader)
             worth = (
-                worker_startup_share(evidence, loader, start) * (1 - cores / loader.num_workers) if start is not None else 0.0
+                worker_startup_share(evidence, loader, start) * (1 - cores / loader.num_workers)
+                if start is not None
+                else 0.0
             )
             working = mean_during(evidence, evidence.used.workers)
             # Without start-up cost, only twice the cores count, and only if all are busy and the step waits for data.

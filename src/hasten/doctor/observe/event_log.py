@@ -162,7 +162,9 @@ def script_place(frame: FrameType | None, past_torch: bool = False) -> str | Non
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if owner is CodeOwner.TORCH and not past_torch:
             return None
-        past_torch = past_torch or owner is CodeOwner.LIBRARY  # a library did it; torch frames above it are Module.__call__
+        past_torch = (
+            past_torch or owner is CodeOwner.LIBRARY
+        )  # a library did it; torch frames above it are Module.__call__
         frame = frame.f_back
     return None
 

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hasten.doctor.observe.event_log import CodeOwner, whose
-from hasten.evidence import PHASES, SampledLine, Phase
+from hasten.evidence import PHASES, Phase, SampledLine
 from hasten.evidence.recorder import Recorder
 from hasten.frames import frame_of
 from hasten.taps import data, modules

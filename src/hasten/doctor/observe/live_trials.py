@@ -16,10 +16,10 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from hasten.doctor.observe.compiled import has_compiled
-from hasten.evidence import Evidence, Phase, LiveTrial
+from hasten.evidence import Evidence, LiveTrial, Phase
 from hasten.evidence.interval import mean_of
 from hasten.evidence.weigh import COMPUTE, LEAST, seconds_of, steady_seconds
-from hasten.online.blocks import OpenBlock, BlockRequest, synchronize
+from hasten.online.blocks import BlockRequest, OpenBlock, synchronize
 from hasten.online.eligibility import ranks_joined
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard

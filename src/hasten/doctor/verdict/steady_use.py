@@ -11,7 +11,7 @@ from hasten.evidence import Evidence
 
 @dataclass(frozen=True)
 class SteadyUse:
-    """Means over the steady steps; all in the units of `hasten.evidence.Use`.
+    """Means over the steady steps; all in the units of `hasten.evidence.MachineUse`.
 
     Attributes:
         samples: How many there were.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.plan import Setting
@@ -124,7 +124,7 @@ class ChannelsLast(Technique):
             self.refused(why)
         if self.active:
             LAYOUT.clear()
-            print(f"hasten: channels_last lets go: {why}. Take it out of the plan.", file=sys.stderr)
+            messages.tell(f"hasten: channels_last lets go: {why}. Take it out of the plan.")
 
 
 def has_2d_convolution(model: Any) -> bool:

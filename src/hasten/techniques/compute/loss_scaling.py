@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.techniques.base import Call
+from hasten.techniques.compute.gradient_reads import GradientReads
 from hasten.techniques.gradient_access import own_function
 
 _fine: set[type] = set()  # kinds of nodes that are torch's own
@@ -44,6 +45,9 @@ class LossScaler:
         self._adapted = 0  # how many of them have made the scale smaller
         self._answered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._inside = False
+        self._forwards = 0  # training forwards since the last backward
+        self._read = False  # whether the script has read gradients of a backward before their step
+        self.reads = GradientReads(self._show)
         self._in_flight = True  # whether the next backward may go through a graph in fp16
 
     def leave(self, why: str) -> None:
@@ -63,6 +67,7 @@ class LossScaler:
         single = isinstance(tensors, torch.Tensor)
         roots = [tensors] if single else list(tensors)
         leaves, function = _leaves(roots)
+        self._forwards = 0
         self._look_for_dropped()
         if not self.gone and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
             self.leave(why)
@@ -71,6 +76,7 @@ class LossScaler:
             call(tensors, *args, **kwargs)
             if not _create_graph(args, kwargs):
                 self._unscale(leaves, 1.0)
+                self._expect_reads(False)
             return
         scale, self._inside = self.scale, True
         before = _gradients(leaves)
@@ -86,6 +92,34 @@ class LossScaler:
         finally:
             self._inside = False
         self._unscale(leaves, scale)
+        # Of gradients that were there before, the script may hold what it need not read again: views of one tensor.
+        self._expect_reads(bool(before) and (self._unasked == 1 or self._read))
+
+    def _expect_reads(self, at_once: bool) -> None:
+        """Keep an overflow of this backward from who reads gradients before the step."""
+        import torch
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return
+        if at_once:
+            self._show(True)
+        self.reads.expect()
+
+    def _show(self, harmless: bool) -> None:
+        """Gradients are about to be read: take out what overflowed. Waits for the device."""
+        self._read = self._read or not harmless
+        if self._overflows is None or int(self._overflows.item()) <= self._adapted:
+            return
+        stepped = [one for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]]
+        for gradient in _gradients(stepped):
+            gradient.nan_to_num_(0.0, 0.0, 0.0)
+        if not harmless:
+            self.leave("the script itself reads gradients before they are stepped, and they overflowed in fp16")
+
+    def looked_for(self) -> bool:
+        """Note a training forward, and return whether its output is to be looked at: no backward follows for long."""
+        self._forwards += 1
+        return self._forwards >= _UNASKED and not self._forwards & (self._forwards - 1)
 
     def _unscale(self, leaves: list[Any], scale: float) -> None:
         """Divide gradients by the scale, and count an overflow if one is not finite."""
@@ -184,6 +218,7 @@ class LossScaler:
         Reads one number from the device, as GradScaler does.
         """
         self._unasked = 0
+        self.reads.settle()
         overflows = 0 if self._overflows is None else int(self._overflows.item())
         if overflows > self._adapted:
             self._adapt(overflows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from hasten.techniques.compute.loss_scaling import LossScaler
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype, new_tensors_in
 from hasten.techniques.float32_draws import Float32Draws
-from hasten.techniques.nested import map_tensors
+from hasten.techniques.nested import map_tensors, tensors_in
 
 _TENSOR_WORK = frozenset(
     [
@@ -58,8 +57,10 @@ class Precision(Technique):
     to float32, with the reason, where something sees gradients inside the backward (hooks, `retain_grad`, autograd
     functions of the script) or takes them in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that
     differentiates more than once a step), where tensors get gradients that no optimizer of torch's steps, and where
-    numbers overflow with no scale at all. A forward that cannot take 16 bits (it writes into float32 by an index, or
-    asks for a NumPy array) ends in torch's error, with a note, and later ones are in float32.
+    numbers overflow with no scale at all. Whoever reads `.grad` between an overflow and its step finds zeros in place
+    of what is not finite (a clip's norm is that of the rest); where it is the script itself, which may keep what it
+    reads, that is once, and it is float32 from there on. A forward that cannot take 16 bits (it writes into float32
+    by an index, or asks for a NumPy array) ends in torch's error, with a note, and later ones are in float32.
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it, and random numbers are those of
@@ -134,10 +135,13 @@ class Precision(Technique):
         if self._scaler is not None:
             gradient_access.watch(self, Precision._looked)
             gradient_access.watch_own_ways(self, Precision._leave)
+            self._scaler.reads.watch()
 
     def restore(self) -> None:
         """Notice nothing more."""
         gradient_access.leave(self)
+        if self._scaler is not None:
+            self._scaler.reads.leave()
 
     def over(self) -> None:
         """Put torch's own ways to draw random numbers back."""
@@ -235,7 +239,7 @@ class Precision(Technique):
             return part.float() if part.dtype is dtype else part
 
         wide = self._wide()
-        enabled = torch.is_autocast_enabled
+        enabled, grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
 
         def mixed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             kind = kinds.get(module)
@@ -257,7 +261,10 @@ class Precision(Technique):
             except (RuntimeError, TypeError) as error:
                 self._not_taken(error, str(dtype).removeprefix("torch."))
                 raise
-            return map_tensors(widen, output)
+            output = map_tensors(widen, output, in_place=True)  # the model may keep what holds them
+            if scaler is not None and module.training and grad_enabled() and scaler.looked_for():
+                self._look_at(output)
+            return output
 
         return mixed
 
@@ -286,6 +293,11 @@ class Precision(Technique):
         else:
             self._leave(self._gone)
 
+    def _look_at(self, output: Any) -> None:
+        """Training forwards that no backward follows: a script may leave out steps whose loss is not finite."""
+        if not all(bool(one.isfinite().all()) for one in tensors_in(output)):
+            self._leave("numbers overflow in fp16 in the forward, and no backward follows")
+
     def _under_autocast(self, kind: str) -> None:
         self._scripts_own = True
         self._leave("the script runs under autocast itself")
@@ -295,7 +307,7 @@ class Precision(Technique):
         if self._scaler is None or self._scaler.paused or self._scaler.may_step(optimizer):
             return True
         if "step skipped" not in self.acted:
-            print("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)", file=sys.stderr)
+            messages.tell("hasten: precision: gradients overflowed in fp16; this step is skipped (said once)")
         self.did("step skipped")
         return False
 

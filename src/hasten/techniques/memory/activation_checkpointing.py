@@ -14,6 +14,7 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.memory.blocks import named, paths_in, repeated, words_of
 from hasten.techniques.memory.sequential_segments import CheckpointedSegments, long_sequentials
+from hasten.techniques.memory.standing_forward import TORCHSCRIPT, StandingForward
 from hasten.techniques.recompute.costs import BlockCost, Meter
 from hasten.techniques.switches import Switches
 
@@ -52,6 +53,7 @@ class ActivationCheckpointing(Technique):
         super().__init__(setting)
         self._switches = Switches()
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be wrapped by `on`
+        self._standing: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forwards were replaced
         self._meters: dict[str, Meter] | None = None
 
     @classmethod
@@ -117,8 +119,8 @@ class ActivationCheckpointing(Technique):
         of_modules = {id(module): path for path, module in reversed(paths.items())}
         for block in blocks:
             if not isinstance(vars(block).get("forward"), Checkpointed):
-                vars(block)["forward"] = Checkpointed(block, self, self._meter(of_modules.get(id(block), ""), block))
-                self.did("block")
+                meter = self._meter(of_modules.get(id(block), ""), block)
+                self._stand(block, Checkpointed(block, self, meter), "block")
 
         if self.setting == SQRT or (self.setting is True and not blocks):
             self._cut(model)
@@ -154,8 +156,22 @@ class ActivationCheckpointing(Technique):
         for owner in long_sequentials(model):
             if not isinstance(vars(owner).get("forward"), CheckpointedSegments):
                 made = functools.partial(_repeatable, told=self.tell)
-                vars(owner)["forward"] = CheckpointedSegments(owner, made, lambda: self.active)
-                self.did("sequence in pieces")
+                self._stand(owner, CheckpointedSegments(owner, made, lambda: self.active), "sequence in pieces")
+
+    def _stand(self, module: Any, forward: StandingForward, what: str) -> None:
+        """Put a forward in the place of a module's."""
+        TORCHSCRIPT.need(self)
+        vars(module)["forward"] = forward
+        self._standing.add(module)
+        self.did(what)
+
+    def over(self) -> None:
+        """Leave modules as they were found."""
+        for module in list(self._standing):
+            if isinstance(standing := vars(module).get("forward"), StandingForward):
+                standing.step_aside(module)
+        self._standing.clear()
+        TORCHSCRIPT.leave(self)
 
     def tell(self, reason: str) -> None:
         """Say once why blocks keep their activations after all."""
@@ -184,8 +200,8 @@ def _repeatable(block: Any, told: Callable[[str], None], meter: Meter | None = N
     return Repeatable(name, left_alone, asked=lambda: None, or_else=or_else, meter=meter)
 
 
-class Checkpointed:
-    """Stands in a block's `__dict__` as its `forward`, so the block stays the same object with the same names.
+class Checkpointed(StandingForward):
+    """A block's forward that is run again in the backward.
 
     Copies of the block are checkpointed too; a pickle holds the plain `forward`, and needs no hasten.
     """
@@ -196,7 +212,6 @@ class Checkpointed:
         # and draws from Python's or NumPy's generators do, until a forward has shown that there are none.
         self._statistics = not knows_statistics() and _has_statistics(block)
         self.whole_when_compiled = self._statistics or _has_other_buffers(block)
-        # Another one may stand there already: accelerate and peft replace forwards as well.
         self.own = vars(block).get("forward")
         self.technique = technique
         self.repeatable = _repeatable(block, technique.tell, meter)
@@ -211,17 +226,14 @@ class Checkpointed:
         """The forward in whose place this stands: the class's as it is by now, which a script may replace."""
         return self.own or functools.partial(type(self.block).forward, self.block)
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """Whose signature it is."""
-        return self.forward
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, to be run again in the backward."""
         import torch
         from torch.utils.checkpoint import checkpoint
 
         if not self.technique.active or not self.block.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        if torch._C._is_tracing():  # of torch.jit.trace: what it writes down may be saved
             return self.forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
             if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:

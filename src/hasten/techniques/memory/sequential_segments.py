@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hasten.techniques.memory.standing_forward import StandingForward
+
 _LEAST = 4  # entries: of fewer, a piece would be one of them
 
 
@@ -37,8 +39,8 @@ def cuts(entries: list[Any]) -> list[int]:
     return begins
 
 
-class CheckpointedSegments:
-    """Stands in a Sequential's `__dict__` as its `forward`, as `Checkpointed` does in a block's.
+class CheckpointedSegments(StandingForward):
+    """A Sequential's forward that is run again piece by piece.
 
     The last piece keeps its activations: its backward comes first, when nothing else has been freed yet.
 
@@ -64,18 +66,13 @@ class CheckpointedSegments:
         """The forward in whose place this stands."""
         return functools.partial(type(self.owner).forward, self.owner)
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """Whose signature it is."""
-        return self.forward
-
     def __call__(self, input: Any) -> Any:
         """The Sequential's forward, piece by piece."""
         import torch
 
         if not self._is_on() or not self.owner.training or not torch.is_grad_enabled():
             return self.forward(input)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return self.forward(input)
         entries = tuple(self.owner)
         if entries != self._cut:  # at first, and where a script has changed them since

@@ -258,7 +258,10 @@ class _Parts:
             technique.off()
         self._before.take()
         try:
-            with JoinedLog(self.board), self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext():
+            with (
+                JoinedLog(self.board),
+                self.exchange.nothing() if self.exchange is not None else contextlib.nullcontext(),
+            ):
                 return look(self._trainer, self._before, self.step, groupings, gradients, self._terms is None)
         finally:
             self._before.put_back()

@@ -19,7 +19,7 @@ from hasten.data import rng
 from hasten.errors import HastenError
 from hasten.parallel import World, with_gradients
 from hasten.parallel.groups import SameBatch, average_all, mesh_of
-from hasten.parallel.pipeline import Pipeline, StagePlace, Stage, bounds_of, gathered, refuse, split
+from hasten.parallel.pipeline import Pipeline, Stage, StagePlace, bounds_of, gathered, refuse, split
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
 from hasten.trainer.logged import LoggedNames

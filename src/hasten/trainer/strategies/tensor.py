@@ -2,7 +2,7 @@
 
 A plan can silently change the model: an operation between split layers may see a part of the features. So the loss of
 the first batch is compared with that of the unsplit model (`_prove`), and losses, buffers and gradients are compared
-within a group in some steps (`hasten.parallel.tensor.Compared`).
+within a group in some steps (`hasten.parallel.tensor.ReplicaCheck`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hasten.parallel import World, in_place, with_gradients
 from hasten.parallel.fsdp import Buffers, begin_again, shard
 from hasten.parallel.groups import mesh_of
 from hasten.parallel.sharded import by_mesh, is_sharded
-from hasten.parallel.tensor import ReplicaCheck, Gradients, split_layers
+from hasten.parallel.tensor import Gradients, ReplicaCheck, split_layers
 from hasten.parallel.unsplit import unsplit
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import ContradictionError, WrongValueError
