@@ -79,8 +79,8 @@ def test_where_the_kernel_tells_nothing_nothing_is_said(monkeypatch: pytest.Monk
 
 BURNS = """
 import sys, time
-from hasten.online.cpu_contention import Reading
-before = Reading()
+from hasten.online.cpu_contention import CpuReading
+before = CpuReading()
 until = time.monotonic() + 0.7
 while time.monotonic() < until:
     pass
@@ -99,9 +99,9 @@ def test_busy_neighbours_disturb(tmp_path: Path) -> None:
 
 WAITS = """
 import hashlib, os, threading
-from hasten.online.cpu_contention import Reading
+from hasten.online.cpu_contention import CpuReading
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads for one core: each waits while the other works
-before = Reading()
+before = CpuReading()
 data = bytes(2**20)  # hashed without the interpreter's lock
 def work():
     for _ in range(300):
@@ -112,7 +112,7 @@ for thread in threads:
 while any(thread.is_alive() for thread in threads):
     threads[0].join(0.05)
     threads[1].join(0.05)
-    after = Reading()
+    after = CpuReading()
     if after.waited is None or after.waited > before.waited:
         break
 print(before.waited, after.waited)
@@ -133,7 +133,7 @@ for folder in FOLDERS:
     open(folder + "/cgroup.procs", "w").write(str(os.getpid()))
 """
 TELLS = """
-after = Reading()
+after = CpuReading()
 print(after.group[0] - before.group[0], after.ours - before.ours, after.group[1])
 """
 
@@ -163,14 +163,14 @@ def test_who_uses_the_same_limit_disturbs(tmp_path: Path) -> None:
 
 WORKS = """
 import subprocess, sys, time
-from hasten.online.cpu_contention import Reading
+from hasten.online.cpu_contention import CpuReading
 WORK = "import time\\nwhile time.process_time() < 0.4: pass\\nprint('done', flush=True)\\ninput()"
-before = Reading()
+before = CpuReading()
 worker = subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 worker.stdout.readline()
-print(Reading().ours - before.ours)  # it lives
+print(CpuReading().ours - before.ours)  # it lives
 worker.communicate(b"\\n")
-print(Reading().ours - before.ours)  # it has ended
+print(CpuReading().ours - before.ours)  # it has ended
 """
 
 

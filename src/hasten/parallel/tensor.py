@@ -1,8 +1,8 @@
 """Split layers over neighboring ranks by torch's `parallelize_module`, with checks before and during training.
 
 torch accepts plans that silently train another model: paths that match nothing, tied weights, operations between split
-layers that see a part of the features. `_refuse` finds what the plan and the model show; `ReplicaCheck` compares losses,
-buffers and gradients between the ranks in some steps; `Gradients` averages gradients over the groups of ranks.
+layers that see a part of the features. `_refuse` finds what the plan and the model show; `ReplicaCheck` compares
+losses, buffers and gradients between the ranks in some steps; `Gradients` averages gradients over the groups of ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Trainer(plan="auto")`: tunes a fit while it runs, with the code of `hasten run --auto`.
 
 The callback `Tuning` owns the Trainer's Run (a switchboard of techniques), and passes steps and passes to a controller:
-a search (`Auto`), its copy on rank 0 (`LeadingRank`) with followers on the other ranks (`FollowingRank`), or a `Replay`. A
-schedule as the plan repeats an earlier fit: the same switches at the same steps.
+a search (`Auto`), its copy on rank 0 (`LeadingRank`) with followers on the other ranks (`FollowingRank`), or a
+`Replay`. A schedule as the plan repeats an earlier fit: the same switches at the same steps.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hasten.data import rng
 from hasten.trainer.callbacks.buffers import BufferCopies
 
 
-class Before:
+class StepSnapshot:
     """Saves and restores random states, buffers, accumulated gradients, metric states and counted overflows.
 
     Not included: plain attributes that a step changes (`self.losses.append(...)`).

@@ -7,7 +7,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 
-class Iterated:
+class SpectralVectors:
     """Saves the vectors of a module's spectral norms, and restores them before each part of a batch.
 
     A forward in training mode advances the vectors by one iteration, whatever the samples are, and divides the weights

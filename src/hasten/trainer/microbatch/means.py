@@ -19,8 +19,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hasten.errors import is_out_of_memory
 from hasten.trainer.microbatch.attributes import Attributes
-from hasten.trainer.microbatch.before import Before, versions
-from hasten.trainer.microbatch.iterated import Iterated
+from hasten.trainer.microbatch.before import StepSnapshot, versions
+from hasten.trainer.microbatch.iterated import SpectralVectors
 from hasten.trainer.microbatch.same_draws import SameDraws
 from hasten.trainer.microbatch.watched import WatchedLosses, compiles
 from hasten.trainer.outputs import loss_of
@@ -47,7 +47,7 @@ class Group(NamedTuple):
     rows: Sequence[int]
 
 
-class Look(NamedTuple):
+class PartsInspection(NamedTuple):
     """The result of a check on some samples.
 
     Attributes:
@@ -99,8 +99,8 @@ def groupings(count: int, size: int) -> list[list[list[int]]]:
 
 
 def look(
-    trainer: Trainer, before: Before, step: Called, groups: list[list[Group]], gradients: bool, by_samples: bool
-) -> Look:
+    trainer: Trainer, before: StepSnapshot, step: Called, groups: list[list[Group]], gradients: bool, by_samples: bool
+) -> PartsInspection:
     """Compare the loss of some samples, and its gradients, between parts that group them in different ways.
 
     Losses alone are not enough: before anything is learnt, each token costs nearly the same. Runs without the module's
@@ -119,8 +119,8 @@ def look(
     buffers = {name: buffer._version for name, buffer in module.named_buffers()}
     scale = _SCALE_FP16 if trainer.config.precision == "16-mixed" else 1.0
     watched = WatchedLosses(module)
-    iterated = Iterated(module)
-    result = Look("", False)
+    iterated = SpectralVectors(module)
+    result = PartsInspection("", False)
     try:
         with _resting(module), watched:
             parts = _Parts(before, step, scale, watched, module, iterated, gradients)
@@ -132,16 +132,16 @@ def look(
                 break
     except Exception as error:
         if is_out_of_memory(error):  # the check needs too much memory: its result stays unknown
-            return Look("", False)
+            return PartsInspection("", False)
         error.add_note(
             "hasten: raised where microbatch computes some samples of a batch; if it has not cut the batch into its"
             " samples, define split_batch(self, batch, size) and loss_terms(self, batch) in the module"
         )
         raise
     if versions(module.parameters()) != parameters:
-        return Look("training_step changes weights itself, which it would do once for each part", False)
+        return PartsInspection("training_step changes weights itself, which it would do once for each part", False)
     if by_samples and (seen := watched.wrong()):
-        return Look(seen[0], result.gradients, seen[1])
+        return PartsInspection(seen[0], result.gradients, seen[1])
     now = {name: buffer for name, buffer in module.named_buffers() if name not in iterated.names}
     changed = [name for name, buffer in now.items() if buffer._version != buffers.get(name)]
     changed += sorted(parts.attributes.changed)
@@ -169,12 +169,12 @@ class _Parts:
 
     def __init__(
         self,
-        before: Before,
+        before: StepSnapshot,
         step: Called,
         scale: float,
         watched: WatchedLosses,
         module: torch.nn.Module,
-        iterated: Iterated,
+        iterated: SpectralVectors,
         gradients: bool,
     ) -> None:
         self._before, self._step, self._scale = before, step, scale
@@ -243,31 +243,35 @@ class _Parts:
             return loss_of(self._step(batch, 0))
 
 
-def _compared(trainer: Trainer, before: Before, a: _Side, b: _Side, scale: float, draws: bool) -> Look:
+def _compared(trainer: Trainer, before: StepSnapshot, a: _Side, b: _Side, scale: float, draws: bool) -> PartsInspection:
     """Compare the results of the same samples grouped in two ways, by loss and then by gradients."""
     if a.loss is None or b.loss is None:
-        return Look("", False)
+        return PartsInspection("", False)
     tolerance, unit = _rounding(trainer, before.parameters)
     allowed = _RANDOM if draws else max(tolerance, _ROUNDING)
     finite = math.isfinite(a.loss)
     if finite != math.isfinite(b.loss) or (finite and abs(b.loss - a.loss) > allowed * max(b.size, a.size) + 1e-6):
-        return Look(f"the loss of some samples is {a.loss:.4g}, and {b.loss:.4g} when they are parted otherwise", False)
+        return PartsInspection(
+            f"the loss of some samples is {a.loss:.4g}, and {b.loss:.4g} when they are parted otherwise", False
+        )
     if a.gradients is None or b.gradients is None:
-        return Look("", False)
+        return PartsInspection("", False)
     norms = _norm(a.gradients), _norm(b.gradients)
     distance = _norm([_minus(left, right, 1.0) for left, right in zip(a.gradients, b.gradients, strict=True)])
     if not math.isfinite(distance):
         # A single sample may have larger gradients than a mean: in fp16 the one may overflow, and the other not.
         if scale == 1.0 and math.isfinite(norms[0]) != math.isfinite(norms[1]):
-            return Look("gradients of some samples are finite, and not when they are parted otherwise", True)
-        return Look("", False)
+            return PartsInspection("gradients of some samples are finite, and not when they are parted otherwise", True)
+        return PartsInspection("", False)
     largest = max(a.norm, b.norm)
     # Where little is left to learn, the gradient itself consists of rounding errors of numbers as large as the loss.
     weights = _norm([part for part in before.parameters if part.requires_grad])
     noise_floor = 8 * unit * scale * max(1.0, abs(a.loss)) / (weights or 1.0)
     if distance <= tolerance * largest + noise_floor:
-        return Look("", True)
-    return Look(f"gradients of some samples, parted in two ways, are {100 * distance / largest:.2g} % apart", True)
+        return PartsInspection("", True)
+    return PartsInspection(
+        f"gradients of some samples, parted in two ways, are {100 * distance / largest:.2g} % apart", True
+    )
 
 
 def _rounding(trainer: Trainer, parameters: list[Any]) -> tuple[float, float]:

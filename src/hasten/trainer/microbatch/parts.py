@@ -19,10 +19,10 @@ from hasten.errors import HastenError, is_out_of_memory
 from hasten.trainer.batches import tensors
 from hasten.trainer.errors import misconfigured
 from hasten.trainer.logged import LoggedValues
-from hasten.trainer.microbatch.before import Before, free_memory, versions
-from hasten.trainer.microbatch.iterated import Iterated
+from hasten.trainer.microbatch.before import StepSnapshot, free_memory, versions
+from hasten.trainer.microbatch.iterated import SpectralVectors
 from hasten.trainer.microbatch.joined import JoinedLog, output_of, without_graph
-from hasten.trainer.microbatch.means import Group, Look, groupings, look
+from hasten.trainer.microbatch.means import Group, PartsInspection, groupings, look
 from hasten.trainer.microbatch.refusals import refuse
 from hasten.trainer.microbatch.splitting import chosen, labels_differ, samples_in, split
 from hasten.trainer.outputs import loss_of
@@ -93,8 +93,10 @@ class _Parts:
         self._split: Called = lambda batch, size: list(divide(batch, size))
         self._terms: Called | None = own_terms  # None: a mean over samples
         self._counts_terms = own_split is not None
-        self._iterated = Iterated(trainer.model)
-        self._before = Before(trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques)
+        self._iterated = SpectralVectors(trainer.model)
+        self._before = StepSnapshot(
+            trainer.model, trainer.engine.optimizing.optimizers[0], trainer.engine.run.techniques
+        )
         self._looked = 0  # accumulation windows whose first batch was split
         self._differed = False  # whether a batch with different labels was checked
 
@@ -145,7 +147,7 @@ class _Parts:
         if first and not self._trainer.engine.optimizing.skips_backward:
             self.clear(batch_idx)
 
-    def keep(self, batch_idx: int, first: bool) -> Before:
+    def keep(self, batch_idx: int, first: bool) -> StepSnapshot:
         """Begin a batch, and return the saved state from before it."""
         self._begin(batch_idx, first)
         self._before.take()
@@ -244,11 +246,11 @@ class _Parts:
                 once=True,
             )
 
-    def _found(self, batch: Any, gradients: bool) -> Look:
+    def _found(self, batch: Any, gradients: bool) -> PartsInspection:
         """Return the result of a check, and restore the state from before it."""
         groupings = self._groupings(batch)
         if len(groupings) < 2:
-            return Look("", False)
+            return PartsInspection("", False)
         compiled = [
             technique
             for technique in self._trainer.engine.run.techniques
