@@ -46,7 +46,7 @@ def curve(
     bracket: tuple[float | None, float | None],
 ) -> Markup:
     """Draw the loss over the learning rate (logarithmic), with the bracket as vertical lines."""
-    # The top comes from the first half of the rates, so that a loss that diverges at high rates does not flatten the rest.
+    # The top comes from the first half of the rates: a loss that diverges at high rates does not flatten the rest.
     low, high = min(smoothed), max(smoothed[: max(2, len(smoothed) // 2)])
     top = low + _SHOWN_ABOVE * max(high - low, 1e-12)
     down = drawing.Scale(low, top, near=96, far=6)
