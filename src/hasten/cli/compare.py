@@ -31,7 +31,7 @@ def compare(
     over the stretches of each, is above 1. A single run per side says little about how much whole runs differ: name
     folders with three or more runs of each (JSON files) to be sure, or allow a larger percentage.
 
-    Exit codes: 0 not slower, or no limit given; 1 slower; 2 bad input, or too few steps to tell.
+    Exit codes: 0 not slower, or nothing was asked; 1 slower; 2 bad input, or too few steps to tell.
 
     Example: hasten compare main.json branch.json --fail-if-slower 5%
     """

@@ -85,7 +85,7 @@ def doctor(
     """Say why a training is slow: which resource is saturated, where a step's time goes, what to change and where.
 
     The script runs unchanged, for a bounded time, and the files it writes are redirected and removed (--whole: it runs
-    to its end and writes where it wants). hasten's own options come before the script; everything after the script is
+    to its end and writes where it wants). hasten's own options stand before the script; everything after the script is
     the script's own. The exit code is the script's; 0 if hasten ended it.
 
     Examples: hasten doctor train.py --epochs 1 (the script's --epochs); hasten doctor --steps 500 -m pkg.train;
