@@ -1,1 +1,1 @@
-"""`hasten batch`: the largest batch that fits, where throughput saturates, and what memory goes to."""
+"""`hasten batch`: find the largest batch that fits, where throughput saturates, and what uses the memory."""

@@ -1,4 +1,9 @@
-"""One attempt: the unchanged training with one batch size for some steps, in a process of its own."""
+"""Run attempts: some steps of the unchanged training with one batch size, or under a plan, in a separate process.
+
+Memory is measured from two sides. `trial_observer` runs in the training's process and reports that process's exact
+peak; `Guard` polls the whole process tree from outside, since only it sees the loaders' workers, and kills the tree
+above the limit. `_judged` combines both with the exit code, the evidence and the log.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +37,29 @@ from hasten.tuner.command_line import with_argument
 from hasten.tuner.trial import last_lines
 
 _NAME_ARGUMENT = "name the script's own argument: hasten batch --argument --batch-size train.py --batch-size 16"
-_POLL = 0.02  # seconds between two looks at a process's memory
+_POLL = 0.02  # seconds between two readings of a process's memory
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one batch size.
+    """The result of one attempt.
 
     Attributes:
-        size: Samples in a batch.
+        size: Samples per batch.
         outcome: "ok", "out of memory", "timeout" or "failed".
-        peak: Greatest memory while it trained, in bytes: of its processes, or reserved on the GPU.
-        before: Greatest memory before the training began; 0 on a GPU.
-        seconds: Median of a step.
+        peak: Peak memory during training, in bytes: of all its processes, or reserved on the GPU.
+        before: Peak memory before training began, in bytes; 0 on a GPU.
+        seconds: Median seconds of a step.
         reason: Why it failed, in one line.
         split: Bytes of parameters, gradients and optimizer state.
-        optimizers: Their classes.
-        evidence: What the run left.
+        optimizers: Class names of the optimizers.
+        evidence: The run's evidence; None if it left none.
         device: "cpu" or "cuda".
-        device_bytes: Memory of the GPU; 0 on a CPU.
-        workers: Greatest memory of processes that it started, in bytes.
-        stage: How far it came: "start" (torch was not imported yet), "loading" or "training".
-        grows: Bytes by which memory rises with each step, again and again; 0: it does not.
-        blocks: What the blocks cost that activation_checkpointing computed again, in the order of the model.
+        device_bytes: Memory of the GPU in bytes; 0 on a CPU.
+        workers: Peak memory of the child processes, in bytes.
+        stage: How far it came: "start" (torch not imported yet), "loading" or "training".
+        grows: Bytes by which memory keeps rising with each step; 0 if it does not.
+        blocks: Cost of each block that activation_checkpointing recomputed, in the model's order.
     """
 
     size: int
@@ -75,24 +80,28 @@ class Attempt:
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
+        """Samples per second; 0.0 if no step was timed."""
         return self.size / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class Attempts:
-    """Makes attempts of one training.
+    """Runs attempts of one training.
 
     Args:
-        arguments: The process's arguments.
-        command: The training's own command line, for the record.
-        scratch: Folder for what the script writes.
-        limit: Bytes of memory that the training may have, on the device that it trains on.
-        on_gpu: Whether it trains on a GPU, or may: then the limit is not one for the host's memory.
-        bounds: Limits that an attempt's process sets itself, in bytes: by their names in the module `resource`
-            ("RLIMIT_AS"), and as "gpu" what torch may have of the GPU. `limit` is watched from outside.
-        timeout: Seconds after which an attempt is ended.
-        argument: The script's own argument for the batch size; "": its loaders are built with another one.
+        arguments: Command line of the process that runs the training.
+        command: The training's command line, for the record.
+        scratch: Folder for the files that the script writes.
+        limit: Bytes of memory that the training may use, on the device that it trains on.
+        timeout: Seconds after which an attempt is stopped.
+        argument: The script's own argument for the batch size; "": change the batch size of the loaders it builds.
+        on_gpu: Whether it trains, or may train, on a GPU: then `limit` does not apply to the host's memory.
+        bounds: Limits in bytes that the attempt's process sets for itself: by name in the module `resource`
+            ("RLIMIT_AS"), and "gpu" for torch's share of the GPU. `limit`, in contrast, is enforced from outside.
+
+    Attributes:
+        done: The attempts so far, without the lean ones.
+        leans: Whether an attempt can have the C library return freed memory at once.
     """
 
     arguments: Sequence[str]
@@ -109,17 +118,17 @@ class Attempts:
     def run(
         self, size: int = 0, former: int = 0, lean: bool = False, plan: Mapping[str, Setting] | None = None
     ) -> Attempt:
-        """Train some steps, with validation between, twice.
+        """Train for two short passes, with validation.
 
         Args:
-            size: Samples in a batch; 0: as the script has it.
+            size: Samples per batch; 0: the script's own.
             former: The script's own batch size.
-            lean: Have the C library give freed memory back at once: the peak is then what the training needs, a line
-                in the batch size. It takes longer, so the attempt is not kept among those `done`.
-            plan: Technique -> setting; None: the script as it is.
+            lean: Have the C library return freed memory at once, so that the peak is what the training needs, which is
+                linear in the batch size. That makes it slower, so the attempt is not added to `done`.
+            plan: Technique -> setting; None: the unchanged script.
 
         Raises:
-            HastenError: The training's batches kept another size.
+            HastenError: The training's batches did not take the size.
         """
         trial = {"batches": 12, "steps": 24, "seconds": self.timeout / 3, "pass_seconds": self.timeout / 12}
         asked = {"size": 0 if self.argument else size, "former": former}
@@ -133,17 +142,18 @@ class Attempts:
         return attempt
 
     def gradients(self, at: Sequence[int], many: int) -> tuple[Attempt, dict[str, Any]]:
-        """Train with the script's own batches, and look at gradients of single ones at weights that stand still.
+        """Train with the script's own batch size, and sample gradients of single batches at frozen weights.
 
         Args:
-            at: After so many steps each, rising.
-            many: Batches of each look.
+            at: Numbers of steps after which to sample, ascending.
+            many: Batches per sample.
 
         Returns:
-            What it came to, and what was seen: see `hasten.batch.gradients.GradientSampler`.
+            The attempt, and the result of `hasten.batch.gradients.GradientSampler`.
         """
         with self._folder() as folder:
             result = folder / "gradients.json"
+            # Bounded by time alone: the sampler ends the run once it has its gradients.
             trial = {"batches": 10**6, "epochs": 10**6, "steps": 10**6, "seconds": self.timeout}
             asked = {"gradients": {"result": str(result), "at": list(at), "many": many}}
             attempt = self._trained(folder, 0, trial, asked, self.arguments, {}, {})
@@ -152,7 +162,7 @@ class Attempts:
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
-        """Make a folder for what an attempt leaves, and remove it behind."""
+        """Create a folder for an attempt's files, and remove it afterwards."""
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         try:
             yield folder
@@ -169,16 +179,16 @@ class Attempts:
         plan: Mapping[str, Setting],
         more: Mapping[str, str],
     ) -> Attempt:
-        """Train in a process of its own, and judge what came of it.
+        """Train in a separate process and judge the outcome.
 
         Args:
-            folder: For what the script writes, and what the process leaves.
-            size: Samples in a batch, for the record.
-            trial: Its bounds, see `TrialOptions`.
-            asked: What `hasten.batch.trial_observer` is told beside limits.
-            arguments: The process's arguments.
+            folder: Folder for the script's files and the process's results.
+            size: Samples per batch, for the record.
+            trial: Bounds of the trial, see `TrialOptions`.
+            asked: Request to `hasten.batch.trial_observer`, without the limits.
+            arguments: Command line of the process.
             plan: Technique -> setting.
-            more: Variables of its environment.
+            more: Further environment variables.
         """
         doctor = DoctorOptions(
             steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=("hasten.batch.trial_observer",)
@@ -192,6 +202,7 @@ class Attempts:
                 child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             except OSError as error:
                 raise HastenError(f"cannot start {arguments[0]}: {error}") from None
+            # On a GPU `limit` is about the GPU's memory: the guard only protects the host.
             guard = Guard(child.pid, free_bytes() if self.on_gpu else self.limit)
             try:
                 code = child.wait(self.timeout)
@@ -203,14 +214,14 @@ class Attempts:
         return replace(attempt, workers=workers, stage=course.stage, grows=course.grows)
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
-        """Return the script's own batch size, and the samples of its training loader.
+        """Return the script's own batch size, and the number of samples in its training loader (0 if unknown).
 
         Args:
-            first: The attempt with it.
-            argument_value: What the script's own argument says; 0: the loader knows.
+            first: The attempt with the script's own batch size.
+            argument_value: Value of the script's batch-size argument; 0: take the loader's.
 
         Raises:
-            HastenError: Nobody can tell.
+            HastenError: The batch size cannot be determined.
         """
         loader = first.evidence.train_loader if first.evidence is not None else None
         samples = loader.samples if loader is not None and loader.samples else 0
@@ -236,14 +247,22 @@ class Attempts:
 
 
 def _rows_of_one(attempt: Attempt) -> int:
-    """Rows that the model gets where the loader's batch is one; 0 where that is not known, or some dimension is one."""
+    """Return the first dimension of the model's training input; 0 if unknown, or if some dimension is 1.
+
+    With a loader of batch size 1, more than one row means that each dataset item is a whole batch already. A dimension
+    of 1 may be the loader's batch dimension, so such a shape tells nothing.
+    """
     models = attempt.evidence.models if attempt.evidence is not None else ()
     shape = next((shape for model in models if model.train_calls for shape in model.input_shapes), ())
     return shape[0] if len(shape) > 1 and 1 not in shape else 0
 
 
 def _check_size(attempt: Attempt, size: int) -> None:
-    """Refuse a size that no training loader took: a batch sampler that the script built keeps its own."""
+    """Raise if no training loader took the size, such as one with a batch sampler that the script built.
+
+    Raises:
+        HastenError: All training loaders kept another batch size.
+    """
     loaders = attempt.evidence.loaders if attempt.outcome == "ok" and attempt.evidence is not None else ()
     trained = [loader for loader in loaders if loader.role == "train"]
     if trained and all(loader.batch_size != size for loader in trained):
@@ -254,7 +273,7 @@ def _check_size(attempt: Attempt, size: int) -> None:
 
 
 def value_of(arguments: Sequence[str], name: str) -> int:
-    """Return the value of an argument in a command line; 0 where it is not there."""
+    """Return the integer value of an argument in a command line; 0 if absent."""
     for place, word in enumerate(arguments):
         value = arguments[place + 1] if word == name and place + 1 < len(arguments) else ""
         value = word.partition("=")[2] if word.startswith(f"{name}=") else value
@@ -264,6 +283,7 @@ def value_of(arguments: Sequence[str], name: str) -> int:
 
 
 def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, folder: Path) -> Attempt:
+    """Return the attempt's result, from exit code, guard, evidence, log and the figures that its process wrote."""
     path, result = folder / "evidence.json", folder / "memory.json"
     evidence = read_evidence(path) if path.is_file() else None
     output = last_lines(folder / "log")
@@ -282,7 +302,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
     if evidence is None or not evidence.step_start or not result.is_file():
         return Attempt(size, "failed", peak, reason="no training step was seen")
     figures = json.loads(result.read_text())
-    # The figure from inside is exact; loaders' workers are seen from outside only.
+    # The process's own figure is exact, the guard's is polled; but only the guard sees the loaders' workers.
     inside, on_gpu = figures["peak"], figures["device"] == "cuda"
     return Attempt(
         size,
@@ -300,7 +320,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
 
 
 def _swallowed(evidence: Evidence) -> str:
-    """Return the error by which a technique ended a step, where the script went on behind it; "" for none."""
+    """Return a technique's error that the script caught and continued after; "" for none."""
     for name, did in evidence.installed.items():
         if why := did.partition(FAILED)[2]:
             return f"hasten: {name}: {why}"
@@ -308,17 +328,20 @@ def _swallowed(evidence: Evidence) -> str:
 
 
 def _step_seconds(evidence: Evidence) -> float:
-    """Return the median length of a steady step, without validation and checkpoints."""
+    """Return the median seconds of a steady step, without validation and checkpoints."""
     steps = [evidence.step_phases[place] for place in evidence.steady()]
     return statistics.median(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steps)
 
 
 class Guard:
-    """Watches a process tree's memory from outside, and ends it above the limit as the kernel would.
+    """Polls a process tree's memory in a thread, and kills the tree above the limit as the kernel would.
 
     Args:
         pid: The process.
-        limit: Bytes; None only watches.
+        limit: Limit in bytes; None: only watch.
+
+    Attributes:
+        over: Whether the tree exceeded the limit and was killed.
     """
 
     def __init__(self, pid: int, limit: int | None) -> None:
@@ -334,27 +357,27 @@ class Guard:
                 root = psutil.Process(pid)
                 workers = root.children(recursive=True)
                 of_workers = 0
-                for worker in workers:  # what is theirs alone: a fork shares its parent's pages until it writes
+                for worker in workers:  # unique memory only: a fork shares its parent's pages until it writes to them
                     of_workers += worker.memory_full_info().uss
                 total = root.memory_info().rss + of_workers
-            except psutil.Error:
+            except psutil.Error:  # a process ended while it was read: the next reading is complete
                 continue
             self._peak, self._workers = max(self._peak, total), max(self._workers, of_workers)
             if limit is not None and total > limit:
                 self.over = True
-                for one in [*workers, root]:
+                for process in [*workers, root]:
                     try:
-                        one.kill()
+                        process.kill()
                     except psutil.Error:
                         continue
 
     def stop(self) -> tuple[int, int]:
-        """End the watch; return the peak of all processes, and of those that this one started, in bytes."""
+        """Stop watching; return the peak of all processes and the peak of the child processes alone, in bytes."""
         self._stopped.set()
         self._thread.join()
         return self._peak, self._workers
 
 
 def free_bytes() -> int:
-    """Return the memory that a training may have: nine tenths of what is free on this machine, or in its cgroup."""
+    """Return the bytes that a training may use: 90 % of what is free on this machine, or in its cgroup."""
     return int(0.9 * memory_free())

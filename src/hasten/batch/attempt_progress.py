@@ -1,4 +1,8 @@
-"""How far an attempt came, and whether its memory rises each step: lines in a file, there after a kill too."""
+"""Record how far an attempt came and how much memory each step holds, in a file that survives a kill.
+
+The training's process appends a line per event; the parent reads the file afterwards and estimates from it whether
+memory keeps rising.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME = "course"
-_FEWEST = 8  # steps of the later half that tell a rise from chance
-_RISING = 0.85  # of all pairs of steps, the later one holds more: 0.5 where nothing rises
-_LEAST, _SHARE = 1 << 20, 0.0025  # bytes a step, and of what is held: less may be the C library's
+_FEWEST = 8  # steps in the later half that are needed to tell a rise from chance
+_RISING = 0.85  # share of step pairs in which the later step must hold more; 0.5 is expected if nothing rises
+_LEAST, _SHARE = 1 << 20, 0.0025  # least rise per step: bytes, and share of what is held; less may be the C library's
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class AttemptProgress:
 
     Attributes:
         stage: "start" (torch was not imported yet), "loading" (no training yet) or "training".
-        grows: Bytes by which memory rises with each step of the later half, again and again; 0: it does not.
+        grows: Bytes by which memory keeps rising with each step of the later half; 0 if it does not.
     """
 
     stage: str = "start"
@@ -27,24 +31,25 @@ class AttemptProgress:
 
 
 class ProgressWriter:
-    """Writes it, in the process that trains."""
+    """Writes the progress file, in the training's process."""
 
     def __init__(self, folder: Path) -> None:
-        # A line at a time: the next allocation may end the process. Spawned workers of loaders come here as well.
+        # Line-buffered, since the next allocation may end the process; appending, since spawned loader workers run this
+        # code too.
         self._file = (folder / NAME).open("a", buffering=1)
         self._file.write("loading\n")
 
     def training(self) -> None:
-        """The first forward begins."""
+        """Record that the first forward begins."""
         self._file.write("training\n")
 
     def step(self, held: int) -> None:
-        """A step is over, and so many bytes are held."""
+        """Record the end of a step, after which `held` bytes are in use."""
         self._file.write(f"{held}\n")
 
 
 def read_course(folder: Path) -> AttemptProgress:
-    """Return what an attempt's file in a folder says."""
+    """Return the progress that the attempt wrote to its file in `folder`."""
     try:
         lines = (folder / NAME).read_text().split()
     except OSError:
@@ -54,9 +59,10 @@ def read_course(folder: Path) -> AttemptProgress:
 
 
 def rise_of(held: list[int]) -> float:
-    """Return the bytes by which memory rises with each step; 0 where it does not.
+    """Return the bytes by which memory rises with each step; 0 if it does not.
 
-    Of the later half, which sees the same batches again: what fills up in a first pass over the data is full then.
+    Uses the later half, which sees the same batches again: caches that fill in a first pass over the data are full by
+    then. The slope is the median over all pairs of steps (Theil-Sen), which a few jumps do not change.
     """
     later = held[len(held) // 2 :]
     if len(later) < _FEWEST:
@@ -66,6 +72,7 @@ def rise_of(held: list[int]) -> float:
     slope = statistics.median(more / gap for more, gap in pairs)
     at_once = sum(late > early for early, late in itertools.pairwise(later))
     if 2 * at_once < len(later) - 1:
-        return 0.0  # a few jumps: caches that a validation, or a new pass, has filled
+        return 0.0  # it rose in a few jumps only: caches that a validation, or a new pass, filled
+    # Counts a tie as half a rise.
     rising = sum((more > 0) + (more >= 0) for more, _ in pairs) / (2 * len(pairs))
     return slope if rising >= _RISING and slope >= max(_LEAST, _SHARE * later[0]) else 0.0

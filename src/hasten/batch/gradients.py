@@ -1,4 +1,10 @@
-"""In a trial's process: gradients of single batches at weights that stand still."""
+"""Sample gradients of single batches at frozen weights; runs in the trial's process.
+
+To measure the gradient noise scale, several batches' gradients are needed at the same weights, from a script whose loop
+cannot be changed. So after a given number of steps, each further step finds no gradients (they are set aside before
+the optimizer steps and restored afterwards), and an optimizer that finds none changes nothing. Only inner products of
+the gradients are needed, so each gradient is kept as a low-dimensional sketch.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +24,18 @@ _NO_BACKWARD = "the optimizer steps without a backward by torch.autograd.backwar
 
 
 class GradientSampler:
-    """Takes gradients of single batches after some steps of a training, with no step between them.
+    """Samples gradients of single batches after given numbers of steps, at weights that do not change in between.
 
-    The script's loop goes on: its optimizer finds no gradients meanwhile, and makes no step. A gradient is taken behind
-    its backward, before a script clips it.
+    The script's loop continues, but its optimizer finds no gradients and makes no step. A gradient is taken right after
+    its backward, before the script clips it.
 
     Args:
-        session: Of the trial.
-        result: Where they go, as `{"looks": [{"step": ..., "batches": ..., "products": ...}], "why": ...}`: inner
-            products of every two gradients, of so many batches each; and why there are no more looks.
-        at: Numbers of the script's own steps after which it looks, rising.
-        gradients: How many are taken each time.
+        session: The trial's session.
+        result: File for the result, `{"looks": [{"step": ..., "batches": ..., "products": ...}], "why": ...}`:
+            `products` are the inner products of every two gradients, each from `batches` batches; `why` says why there
+            are no more looks.
+        at: Numbers of the script's own steps after which to sample, ascending.
+        gradients: Number of gradients to take each time.
     """
 
     def __init__(self, session: Session, result: Path, at: list[int], gradients: int) -> None:
@@ -38,23 +45,23 @@ class GradientSampler:
         self._optimizer: Any = None
         self._parameters: list[torch.Tensor] = []
         self._steps = 0
-        self._frozen = False  # whether steps are kept from being made
-        self._in_closure = False  # whether a step goes on that gets a closure, as those of trainers do
-        self._fresh: torch.Tensor | None = None  # gradients behind the last backward
-        self._batches: list[int] = []  # sizes of those since the last step
+        self._frozen = False  # whether steps are being prevented
+        self._in_closure = False  # whether the running step was given a closure, as trainers do
+        self._fresh: torch.Tensor | None = None  # sketch of the gradients after the last backward
+        self._batches: list[int] = []  # sizes of the batches since the last step
         self._backwards = 0
         self._taken: list[tuple[tuple[int, ...], torch.Tensor]] = []
-        self._aside: list[torch.Tensor | None] | None = None  # gradients that the step must not see
-        self._before: list[float] = []
+        self._aside: list[torch.Tensor | None] | None = None  # gradients hidden from the step
+        self._before: list[float] = []  # fingerprint of the weights when they were frozen
         session.on_batch.append(self._on_batch)
         session.on_backward.append(self._on_backward)
         session.steps_over.tell(self._on_step)
         register_optimizer_step_pre_hook(self._on_optimizer)
-        register_optimizer_step_post_hook(self._behind_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to look at."""
+        """Whether sampling is over: all samples are taken, or it was given up."""
         return bool(self._why) or len(self._looks) == len(self._at)
 
     def _on_step(self, steps: int) -> int:
@@ -74,7 +81,7 @@ class GradientSampler:
                 return
             gradients = [parameter.grad for parameter in self._parameters]
             self._fresh = sketch(gradients, [parameter.numel() for parameter in self._parameters])
-            if self._in_closure:
+            if self._in_closure:  # backward runs inside the step, after its pre-hook: hide the gradients now
                 self._take()
 
     def _on_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,18 +100,18 @@ class GradientSampler:
             self._take()
 
     def _take(self) -> None:
-        """Keep this batch's gradient, and have the step that comes find none."""
+        """Keep this batch's gradient, and hide it from the optimizer's step."""
         assert self._fresh is not None
         self._taken.append((tuple(self._batches) or (0,) * self._backwards, self._fresh))
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _behind_optimizer(self, *_: Any) -> None:
+    def _after_optimizer(self, *_: Any) -> None:
         self._batches, self._backwards, self._fresh, self._in_closure = [], 0, None, False
         if self._aside is not None:
             for parameter, gradient in zip(self._parameters, self._aside, strict=True):
-                parameter.grad = gradient  # a script may read it, or add to it
+                parameter.grad = gradient  # the script may read it, or accumulate into it
             self._aside = None
             if len(self._taken) == self._many:
                 self._thaw()
@@ -114,10 +121,11 @@ class GradientSampler:
             self._steps += 1
             if self._steps == self._at[len(self._looks)]:
                 groups = self._optimizer.param_groups
-                self._parameters = [one for group in groups for one in group["params"] if one.requires_grad]
+                self._parameters = [weight for group in groups for weight in group["params"] if weight.requires_grad]
                 self._before, self._taken, self._frozen = self._fingerprint(), [], True
 
     def _refusal(self, optimizer: Any) -> str:
+        """Return why this training's gradients cannot be sampled; "" if they can."""
         if optimizer is not self._optimizer:
             return "the script steps several optimizers, and each has its own noise scale"
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -127,7 +135,7 @@ class GradientSampler:
         return ""
 
     def _thaw(self) -> None:
-        """Note what was taken, of whole batches: the last of a pass may be smaller."""
+        """End the freeze and record the gradients taken, without smaller batches such as the last of a pass."""
         self._frozen = False
         if self._fingerprint() != self._before:
             self._end("weights moved although the optimizer found no gradients")
@@ -139,6 +147,7 @@ class GradientSampler:
         self._write()
 
     def _fingerprint(self) -> list[float]:
+        """Return the sum of each parameter, to notice a change of weights."""
         return [float(parameter.detach().double().sum()) for parameter in self._parameters]
 
     def _end(self, why: str) -> None:
@@ -150,7 +159,7 @@ class GradientSampler:
 
 
 def _size_of(batch: Any) -> int:
-    """Return how many samples a batch seems to hold: the length of its first tensor; 0 where nobody knows."""
+    """Return the apparent number of samples in a batch: the length of its first tensor; 0 if unknown."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 0
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()

@@ -1,4 +1,4 @@
-"""The critical batch: the gradient noise scale of an unchanged script, after some of its steps."""
+"""Measure the critical batch size: the gradient noise scale of an unchanged script, after some of its steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hasten.batch.attempt import Attempts
 from hasten.errors import HastenError
 from hasten.techniques.convergence.noise_scale import FEWEST, NoiseScale, noise_scale
 
-_GRADIENTS = 32  # batches in a look
+_GRADIENTS = 32  # batches per measurement
 
 
 @dataclass(frozen=True)
 class Critical:
-    """The critical batch of a script, by its gradients.
+    """A script's critical batch size, by its gradients.
 
     Attributes:
-        looks: Steps made before, and the noise scale there, in this order.
-        why: Why there are no more; "" where all went as asked.
+        looks: (steps made before, noise scale) of each measurement, in order.
+        why: Why there are no more measurements; "" if all were made.
     """
 
     looks: tuple[tuple[int, NoiseScale], ...]
@@ -28,15 +28,15 @@ class Critical:
 
     @property
     def last(self) -> NoiseScale | None:
-        """The latest look; None where there is none."""
+        """The latest measurement; None if there is none."""
         return self.looks[-1][1] if self.looks else None
 
 
 def steps_to_look_at(text: str) -> tuple[int, ...]:
-    """Read what `--noise-at` says: "10,30,90"; "0": none.
+    """Parse `--noise-at`, such as "10,30,90"; "0" means none.
 
     Raises:
-        HastenError: It is no list of rising steps.
+        HastenError: The text is not an ascending list of steps.
     """
     words = [word.strip() for word in text.split(",")]
     steps = tuple(int(word) for word in words if word.isdecimal())
@@ -52,16 +52,16 @@ def steps_to_look_at(text: str) -> tuple[int, ...]:
 def critical_batch(
     attempts: Attempts, own: int, samples: int, at: Sequence[int], say: Callable[[str], None]
 ) -> Critical:
-    """Measure the noise scale with the script's own batch size, in a process of its own.
+    """Measure the noise scale with the script's own batch size, in a separate process.
 
     Args:
-        attempts: Makes it.
-        own: Samples in a batch.
-        samples: In the training loader's dataset; 0: nobody knows.
-        at: Steps after which to look: the noise scale rises from near 0 at the start.
-        say: Gets a line.
+        attempts: Runs the measurement.
+        own: The script's own batch size.
+        samples: Number of samples in the training loader's dataset; 0 if unknown.
+        at: Steps after which to measure, since the noise scale rises from near 0 at the start.
+        say: Receives a line of progress.
     """
-    # Without shuffling a second pass brings the same gradients: they must not be taken twice.
+    # At most one pass: without shuffling, a second pass would bring the same gradients again.
     many = min(_GRADIENTS, samples // own) if samples else _GRADIENTS
     if many < FEWEST:
         return Critical((), f"a pass through the data has fewer than {FEWEST} batches")
@@ -81,7 +81,7 @@ def critical_batch(
 
 
 def as_json(critical: Critical) -> dict[str, Any]:
-    """Return plain data, for a file; a number without bound is null."""
+    """Return the result as plain data for a file. An infinite number becomes null."""
     return {
         "looks": [
             {
@@ -99,7 +99,7 @@ def as_json(critical: Critical) -> dict[str, Any]:
 
 
 def lines(critical: Critical) -> list[str]:
-    """Return the part of the page that shows the looks."""
+    """Return the measurements as lines for the terminal."""
     if not critical.looks:
         return [f"critical batch: not measured: {critical.why}"]
     page = [
@@ -119,7 +119,7 @@ def lines(critical: Critical) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Return a batch size in words, with three digits."""
+    """Format a batch size, with three significant digits."""
     if math.isinf(value):
         return "no bound"
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 10 else f"{value:.2g}"

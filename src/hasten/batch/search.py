@@ -1,4 +1,9 @@
-"""Which batch sizes fit a limit of memory: a line through attempts, and an attempt at what it says."""
+"""Find the largest batch size that fits a memory limit.
+
+Attempts with growing batch sizes give peak memory and throughput. Needed memory is linear in the batch size once freed
+memory is returned at once (lean attempts), so a line through two of them predicts the largest size, and a last attempt
+verifies it.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +16,21 @@ from hasten.batch.noise import Critical
 from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError
 
-_STEP = 4  # one attempt's size to the next
-_MOST = 6  # attempts before the one that verifies
-_GREW = 0.25  # of the fixed part: from here on a line through two attempts is known well enough
-SPARE = 0.05  # of the limit stays free: so far off may a prediction be
-_SATURATED = 0.95  # of the best rate
+_STEP = 4  # factor from one attempt's size to the next
+_MOST = 6  # attempts before the verifying one
+_GREW = 0.25  # growth of the peak, as a share of the first one, from which a line through two attempts is good enough
+SPARE = 0.05  # share of the limit that stays free, since a prediction may be off by so much
+_SATURATED = 0.95  # share of the best rate from which throughput counts as saturated
 
 
 class Trials(Protocol):
-    """Makes attempts of one training: `Attempts`, or who trains in this process.
+    """Runs attempts of one training: `Attempts`, or a class that trains in this process.
 
     Attributes:
-        limit: Bytes of memory that the training may have.
+        limit: Bytes of memory that the training may use.
         on_gpu: Whether it trains on a GPU.
         done: The attempts so far.
-        leans: Whether an attempt can have the C library give memory back at once.
+        leans: Whether an attempt can have the C library return freed memory at once.
     """
 
     limit: int
@@ -34,11 +39,11 @@ class Trials(Protocol):
     leans: bool
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
-        """Train some steps, as `Attempts.run` does."""
+        """Train some steps; see `Attempts.run`."""
         ...
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
-        """Return the training's own batch size, and samples in its dataset (0: nobody knows)."""
+        """Return the training's own batch size, and the number of samples in its dataset (0 if unknown)."""
         ...
 
 
@@ -46,7 +51,7 @@ class Trials(Protocol):
 class Line:
     """Memory that a training needs by batch size: `fixed + per_sample * size`, in bytes.
 
-    What the C library keeps of freed memory comes on top, and is no line: see `Attempts.run`.
+    Freed memory that the C library keeps comes on top and is not linear: see `lean` in `Attempts.run`.
     """
 
     fixed: float
@@ -57,15 +62,15 @@ class Line:
         return self.fixed + self.per_sample * size
 
     def largest(self, limit: float) -> int:
-        """Return the largest size whose predicted peak is within a limit; 0: not even one sample."""
+        """Return the largest size whose predicted peak is within a limit; 0 if not even one sample fits."""
         if self.peak(1) > limit:
             return 0
         return int((limit - self.fixed) / self.per_sample) if self.per_sample > 0 else 1 << 40
 
 
 def line_through(attempts: list[Attempt]) -> Line:
-    """Return the line through the two largest sizes that ran, whose growth is least hidden by the fixed part."""
-    ran = sorted((one for one in attempts if one.outcome == "ok"), key=lambda one: one.size)
+    """Return the line through the two largest sizes that ran, where the fixed part hides the growth least."""
+    ran = sorted((attempt for attempt in attempts if attempt.outcome == "ok"), key=lambda attempt: attempt.size)
     small, large = ran[-2], ran[-1]
     slope = max(0.0, (large.peak - small.peak) / (large.size - small.size))
     return Line(large.peak - slope * large.size, slope)
@@ -77,14 +82,15 @@ class BatchSearchResult:
 
     Attributes:
         own: The script's own batch size.
-        limit: Bytes of memory that a training may have.
-        samples: In the training loader's dataset; 0 where nobody knows.
-        line: What memory the training needs, with freed memory given back at once.
-        largest: The largest size that ran within the limit with room to spare.
-        verified: The attempt at it.
-        bound: What bounds it: "memory", "samples" or "time".
-        saturated: The smallest size that comes within 5 % of the best rate.
-        critical: The gradient noise scale; None where nobody asked.
+        limit: Bytes of memory that the training may use.
+        samples: Number of samples in the training loader's dataset; 0 if unknown.
+        line: Memory that the training needs, with freed memory returned at once.
+        largest: The largest size that ran within the limit, with room to spare.
+        verified: The attempt with that size.
+        bound: What limits it: "memory", "samples", "time" or "the script".
+        saturated: The smallest size within 5 % of the best rate.
+        attempts: All attempts, without the lean ones.
+        critical: The gradient noise scale; None if it was not asked for.
     """
 
     own: int
@@ -100,15 +106,15 @@ class BatchSearchResult:
 
 
 def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> BatchSearchResult:
-    """Try larger and larger batches, predict the largest that fits, and verify it by an attempt.
+    """Try growing batch sizes, predict the largest that fits, and verify it by an attempt.
 
     Args:
-        attempts: Makes them.
-        argument_value: The training's own batch size, where it is an argument; 0: what its loader says.
-        say: Gets a line for each attempt.
+        attempts: Runs the attempts.
+        argument_value: The training's own batch size, if it is an argument; 0: take the loader's.
+        say: Receives a line for each attempt.
 
     Raises:
-        HastenError: The script cannot be asked, or does not fit with its own batch size.
+        HastenError: The script's batch size cannot be changed, or it does not train with its own batch size.
     """
     say("trying the training's own batch size")
     first = attempts.run()
@@ -130,18 +136,18 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
         tried.append(attempt)
         grew = tried[-1].peak - tried[0].peak > _GREW * tried[0].peak
         if grew and attempt.rate < tried[-2].rate / _SATURATED:
-            break  # larger ones are no faster, and the line is known
+            break  # larger batches are no faster, and the line is known
     if len(tried) < 2:
         tried = _closer(attempts, first, tried, say)
     if attempts.leans:
         say(f"asking what batches {tried[0].size} and {tried[-1].size} need with memory given back at once")
-    needed = [attempts.run(one.size, own, lean=True) for one in (tried[0], tried[-1])]
-    line = line_through(needed if all(one.outcome == "ok" for one in needed) else tried)
+    lean = [attempts.run(attempt.size, own, lean=True) for attempt in (tried[0], tried[-1])]
+    line = line_through(lean if all(attempt.outcome == "ok" for attempt in lean) else tried)
     largest, bound = _largest(line, attempts.limit, most)
     verified, bound = _verified(attempts, tried, largest, own, bound, say)
-    ran = [one for one in attempts.done if one.outcome == "ok"]
-    best = max(one.rate for one in ran)
-    saturated = min(one.size for one in ran if one.rate >= _SATURATED * best)
+    ran = [attempt for attempt in attempts.done if attempt.outcome == "ok"]
+    best = max(attempt.rate for attempt in ran)
+    saturated = min(attempt.size for attempt in ran if attempt.rate >= _SATURATED * best)
     return BatchSearchResult(
         own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done
     )
@@ -157,10 +163,14 @@ def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> A
 
 
 def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callable[[str], None]) -> list[Attempt]:
-    """Try twice as many, or half, where four times as many did not fit."""
+    """Try twice, then half the own batch size, since four times did not run; a line needs two attempts.
+
+    Raises:
+        HastenError: Neither ran.
+    """
     for size in (2 * first.size, first.size // 2):
         if size >= 1 and (attempt := _run(attempts, size, first.size, say)).outcome == "ok":
-            return sorted([*tried, attempt], key=lambda one: one.size)
+            return sorted([*tried, attempt], key=lambda each: each.size)
     raise HastenError(
         f"only batch {first.size} ran: nothing can be said of other sizes",
         "the training may depend on its batch size (`view(batch_size, ...)`, a state of that size)",
@@ -168,6 +178,7 @@ def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callabl
 
 
 def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
+    """Return the largest size that the line predicts to fit, and what bounds it: "memory" or "samples"."""
     largest = line.largest(limit * (1 - SPARE))
     return (most, "samples") if largest >= most else (largest, "memory")
 
@@ -175,16 +186,19 @@ def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
 def _verified(
     attempts: Trials, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
 ) -> tuple[Attempt, str]:
-    """Return an attempt that ran with room to spare, at the largest size or below; else the script's own."""
+    """Return an attempt that ran with room to spare, at the predicted size or below, and what bounds it.
+
+    Falls back to the largest earlier attempt with room to spare, or the first of them.
+    """
     room = attempts.limit * (1 - SPARE)
-    safe = [one for one in tried if one.peak <= room] or tried[:1]
+    safe = [attempt for attempt in tried if attempt.peak <= room] or tried[:1]
     for share in (1.0, 0.85, 0.7):
         size = int(share * largest)
         if size <= safe[-1].size:
             break
         say(f"verifying batch {size}")
         attempt = _run(attempts, size, own, say)
-        # The prediction may be off by a little less than what was to stay free.
+        # The prediction may be slightly off: half of what was to stay free is still enough room.
         if attempt.outcome == "ok" and attempt.peak <= room + (attempts.limit - room) / 2:
             return attempt, bound if share == 1.0 else "memory"
         if attempt.outcome in ("timeout", "failed"):
@@ -193,6 +207,7 @@ def _verified(
 
 
 def _check_first(first: Attempt, attempts: Trials) -> None:
+    """Raise if the training does not run with its own batch size."""
     if too_little := below_torch(first, attempts.limit, f"{attempts.limit / 1e6:.0f} MB"):
         raise too_little
     if first.outcome == "out of memory":

@@ -1,4 +1,8 @@
-"""In a trial's process: the training's loaders with another batch size, and what memory that took."""
+"""Runs inside a trial's process: changes the batch size of the training's loaders, and measures memory.
+
+It also moves the longest samples into the first batch, so that a short trial meets the batch that needs the most
+memory, and writes the attempt's progress for the parent process.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,12 @@ from hasten.taps.protocol import Session
 from hasten.techniques.memory.activation_checkpointing import ActivationCheckpointing
 
 VARIABLE = "HASTEN_BATCH"
-_LOOKED_AT = 64  # samples, spread over the dataset, that say whether samples differ in size
-_SCANNED = 2000  # samples among which the longest are looked for
+_LOOKED_AT = 64  # samples, spread over the dataset, that show whether samples differ in size
+_SCANNED = 2000  # samples, spread over the dataset, among which the longest are searched
 
 
 def install(session: Session) -> None:
-    """Set the batch size and listen to memory; called by the session of a trial."""
+    """Set limits and batch size, and start measuring memory; called by the trial's session."""
     import torch
 
     asked = json.loads(os.environ[VARIABLE])
@@ -52,9 +56,10 @@ def install(session: Session) -> None:
         watch.training_begins()
         course.training()
         session.steps_over.tell(functools.partial(_step_is_over, course))
-        if on_gpu and torch.cuda.is_initialized():  # not before: a script may fork ahead of its first use of a GPU
-            whole = torch.cuda.get_device_properties().total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, on_gpu / whole))
+        # Only once the script has initialized CUDA: it may fork before its first use of a GPU.
+        if on_gpu and torch.cuda.is_initialized():
+            total = torch.cuda.get_device_properties().total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, on_gpu / total))
 
     handle.append(torch.nn.modules.module.register_module_forward_pre_hook(first_forward))
 
@@ -68,41 +73,42 @@ def _step_is_over(course: ProgressWriter, steps: int) -> int:
 
 
 class _Memory:
-    """The peak of a training's memory, apart from what the script needed before it."""
+    """Measures the peak memory of training, separately from the peak before it."""
 
     def __init__(self, session: Session, result: Path) -> None:
         self._session, self._result = session, result
         self._before = 0
 
     def training_begins(self) -> None:
-        """Count the peak from here; a script that makes its data may have needed more before."""
+        """Measure the peak from here on; a script that generates its data may have needed more before."""
         self._before = peak_bytes()
-        if not reset_peak():  # then the peak is that of the whole process
+        if not reset_peak():  # the peak is then that of the whole process, from its start
             self._before = 0
 
     def facts(self) -> dict[str, Any]:
-        """Write the figures beside the evidence, of which they are no part."""
+        """Write the figures to their own file; add no facts to the evidence."""
         import torch
 
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         modules = [module for watch in self._session.run.models.values() if (module := watch.module()) is not None]
-        optimizers = [one for held, _ in self._session.optimizers.values() if (one := held()) is not None]
-        again = [one for one in self._session.run.techniques if isinstance(one, ActivationCheckpointing)]
+        optimizers = [alive for held, _ in self._session.optimizers.values() if (alive := held()) is not None]
+        recomputing = [each for each in self._session.run.techniques if isinstance(each, ActivationCheckpointing)]
         figures = {
             "device": "cuda" if gpu else "cpu",
             "device_bytes": torch.cuda.get_device_properties().total_memory if gpu else 0,
             "peak": torch.cuda.max_memory_reserved() if gpu else peak_bytes(),
             "before": 0 if gpu else self._before,
             **counted(modules, optimizers),
-            "optimizers": [type(one).__name__ for one in optimizers],
-            "blocks": [asdict(cost) for one in again for cost in one.measured()],
+            "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
+            "blocks": [asdict(cost) for technique in recomputing for cost in technique.measured()],
         }
         self._result.write_text(json.dumps(figures))
         return {}
 
 
 def reset_peak() -> bool:
-    """Count `peak_bytes` from here; False where the kernel cannot."""
+    """Reset the process's peak, so that `peak_bytes` counts from here; return False if the kernel cannot."""
+    # Writing 5 to clear_refs resets VmHWM (man 5 proc).
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -111,12 +117,12 @@ def reset_peak() -> bool:
 
 
 def peak_bytes() -> int:
-    """Return the greatest resident memory of this process so far, or since it was reset."""
+    """Return this process's peak resident memory in bytes, since its start or the last reset."""
     return memory_figure("VmHWM")
 
 
 def memory_figure(name: str) -> int:
-    """Return a figure of this process's memory by its name in /proc/self/status, in bytes; 0 where there is none."""
+    """Return a memory figure of this process in bytes, by its name in /proc/self/status; 0 if there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -125,14 +131,17 @@ def memory_figure(name: str) -> int:
 
 
 def counted(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:
-    """Return the bytes of parameters, of gradients once they are there, and of the optimizers' state."""
+    """Return the bytes of parameters, of their gradients and of the optimizers' state.
+
+    Gradients are counted for every parameter that requires one, whether it exists yet or not.
+    """
     import torch
 
-    parameters = {id(one): one for module in modules for one in module.parameters()}.values()
-    state = [part for one in optimizers for values in one.state.values() for part in values.values()]
+    parameters = {id(weight): weight for module in modules for weight in module.parameters()}.values()
+    state = [part for optimizer in optimizers for values in optimizer.state.values() for part in values.values()]
     return {
         "parameters": sum(map(_bytes, parameters)),
-        "gradients": sum(_bytes(one) for one in parameters if one.requires_grad),
+        "gradients": sum(_bytes(weight) for weight in parameters if weight.requires_grad),
         "optimizer": sum(_bytes(part) for part in state if isinstance(part, torch.Tensor)),
     }
 
@@ -142,9 +151,10 @@ def _bytes(tensor: Any) -> int:
 
 
 def _tap_loaders(former: int, size: int) -> None:
-    """Build each loader that has the training's batch size with another one: a script has one number for all.
+    """Build every loader whose batch size is `former` with `size` instead, and put its longest samples first.
 
-    Without a size all loaders keep theirs. The longest samples come first in either case.
+    Loaders with another batch size are not changed. With `size` 0, all loaders keep their batch size; the longest
+    samples still come first.
     """
     from torch.utils.data import DataLoader
 
@@ -172,9 +182,10 @@ def _tap_loaders(former: int, size: int) -> None:
 
 
 def longest(dataset: Any, size: int) -> list[int]:
-    """Return the indices of the longest samples, a batch of them; [] where all are of one size, or nobody knows.
+    """Return the indices of the longest samples, one batch of them; [] if all have one size, or sizes are unknown.
 
-    Sentences that are padded to the longest of their batch: the batch that needs most memory may come once an epoch.
+    Sentences may be padded to the longest in their batch, so the batch that needs the most memory may come only once
+    per epoch.
     """
     try:
         count = len(dataset)
@@ -182,8 +193,9 @@ def longest(dataset: Any, size: int) -> list[int]:
         if len(looked) <= 1:
             return []
         by_length = sorted(_spread(count, _SCANNED), key=lambda place: _length(dataset[place]), reverse=True)
-    except Exception:  # an iterable dataset, or samples that cannot be asked for by number: nothing is known
+    except Exception:  # such as an iterable dataset, or samples without an integer index: sizes are unknown
         return []
+    # A batch larger than the scanned samples repeats them.
     return (by_length * (size // len(by_length) + 1))[:size]
 
 
@@ -192,7 +204,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _length(sample: Any) -> int:
-    """Return how large a sample is: the numbers in its tensors and arrays, the length of its texts and lists."""
+    """Return a sample's size: elements of tensors and arrays, length of text, the sum over containers; else 1."""
     if hasattr(sample, "numel"):
         return int(sample.numel())
     if hasattr(sample, "size") and isinstance(sample.size, int):
@@ -205,7 +217,7 @@ def _length(sample: Any) -> int:
 
 
 class LongestFirst:
-    """A batch sampler that gives the longest samples first."""
+    """A batch sampler that yields a batch of the longest samples before those of the sampler it wraps."""
 
     def __init__(self, sampler: Any, longest: list[int]) -> None:
         self._sampler, self._longest = sampler, longest

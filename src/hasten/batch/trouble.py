@@ -1,4 +1,4 @@
-"""Why a training does not fit, where its own tensors are not the reason."""
+"""Explain why a training does not fit if its own tensors are not the reason: imports, loader workers, a leak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from hasten.batch.attempt import Attempt
 from hasten.errors import HastenError
 
-_HELD = 0.3  # of the peak: from here on workers are named
+_HELD = 0.3  # share of the peak above which workers are named
 _IMPORT = """
 import torch
 for line in open("/proc/self/status"):
@@ -18,18 +18,18 @@ for line in open("/proc/self/status"):
 
 
 def torch_needs() -> int:
-    """Return the bytes that Python takes to import torch here; 0 where that cannot be told."""
+    """Return the bytes that a Python process takes to import torch here; 0 if that cannot be measured."""
     done = subprocess.run([sys.executable, "-c", _IMPORT], capture_output=True, text=True, timeout=120, check=False)
     return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 
 def below_torch(attempt: Attempt, limit: int, words: str) -> HastenError | None:
-    """Return the error for a limit that ends a process before torch is there; None where that was not it.
+    """Return the error for a limit too small to import torch; None if that was not the reason.
 
     Args:
-        attempt: That ran out of memory.
-        limit: What it might have, in bytes.
-        words: The limit as a person knows it.
+        attempt: The attempt that may have run out of memory.
+        limit: Bytes that it was allowed.
+        words: The limit, as named to the user.
     """
     if attempt.outcome != "out of memory" or attempt.stage != "start":
         return None
@@ -43,7 +43,7 @@ def below_torch(attempt: Attempt, limit: int, words: str) -> HastenError | None:
 
 
 def what_holds_it(attempt: Attempt) -> list[str]:
-    """Return lines on what took the memory of an attempt, where that is not what a training computes with."""
+    """Return lines on what took an attempt's memory besides what the training computes with."""
     lines = []
     if attempt.workers > _HELD * attempt.peak:
         lines.append(
@@ -60,11 +60,11 @@ def what_holds_it(attempt: Attempt) -> list[str]:
 
 
 def rises(grows: float, room: int = 0) -> str:
-    """Return a line on memory that rises with each step.
+    """Return a sentence on memory that rises with each step.
 
     Args:
-        grows: Bytes a step.
-        room: What is left above the peak, in bytes; 0: nothing.
+        grows: Bytes per step.
+        room: Bytes left above the peak; 0: none.
     """
     until = f", which fills what is left in about {max(1, round(room / grows))} steps" if room > 0 else ""
     return (

@@ -1,4 +1,4 @@
-"""The result of a search for a batch size, in words and as JSON."""
+"""Describe the result of a search for a batch size, as lines for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCHEMA = "hasten-batch/1"
 
 
 def as_json(found: BatchSearchResult, command: tuple[str, ...]) -> dict[str, Any]:
-    """Return plain data, for a file."""
+    """Return the result as plain data for a file."""
     return {
         "schema": SCHEMA,
         "command": list(command),
@@ -28,43 +28,43 @@ def as_json(found: BatchSearchResult, command: tuple[str, ...]) -> dict[str, Any
         "critical_batch": None if found.critical is None else {**noise.as_json(found.critical), **forecast(found)},
         "attempts": [
             {
-                "batch_size": one.size,
-                "outcome": one.outcome,
-                "reason": one.reason,
-                "peak_bytes": one.peak,
-                "samples_per_second": round(one.rate, 1),
+                "batch_size": attempt.size,
+                "outcome": attempt.outcome,
+                "reason": attempt.reason,
+                "peak_bytes": attempt.peak,
+                "samples_per_second": round(attempt.rate, 1),
             }
-            for one in found.attempts
+            for attempt in found.attempts
         ],
     }
 
 
 def split(found: BatchSearchResult) -> dict[str, int]:
-    """Return what the largest batch's peak goes to, in bytes; the rest is torch, the script and its data."""
+    """Return the largest batch's peak by part, in bytes; "rest" is torch, the script and its data."""
     parts = dict(found.verified.split)
     parts["activations_and_batches"] = round(found.line.per_sample * found.verified.size)
     return {**parts, "rest": max(0, found.verified.peak - sum(parts.values()))}
 
 
 def is_adaptive(found: BatchSearchResult) -> bool:
-    """Whether an optimizer divides by the size of gradients, as Adam does."""
+    """Return whether an optimizer divides by the size of gradients, as Adam does."""
     return rates.is_adaptive(found.verified.optimizers)
 
 
 def rate_factor(found: BatchSearchResult) -> float:
-    """Return what the learning rate is multiplied by for the batch at which throughput saturates."""
+    """Return the factor of the learning rate for the batch at which throughput saturates."""
     return round(rates.rate_factor(found.saturated / found.own, is_adaptive(found)), 2)
 
 
 def rule(found: BatchSearchResult) -> str:
-    """Return the rule behind the rate, and where it comes from."""
+    """Return the rule that gives `rate_factor`, and its source."""
     if is_adaptive(found):
         return "a rule, not measured: the square root, and beta2 to the power, of the batch's factor; arXiv 2507.07101"
     return "a rule, not measured: in proportion to the batch, with a warm-up; Goyal et al. 2017"
 
 
 def lines(found: BatchSearchResult) -> list[str]:
-    """Return the page for a terminal."""
+    """Return the result as lines for a terminal."""
     bounds = {
         "memory": f"the next ones would not stay within {gigabytes(found.limit)}",
         "samples": "that is the whole data set",
@@ -77,9 +77,9 @@ def lines(found: BatchSearchResult) -> list[str]:
         "",
         "   batch      peak   samples/s",
     ]
-    for one in sorted(found.attempts, key=lambda one: one.size):
-        figures = f"{gigabytes(one.peak):>10}  {one.rate:>10,.0f}" if one.outcome == "ok" else f"  {one.outcome}"
-        page.append(f"{one.size:>8}{figures}")
+    for run in sorted(found.attempts, key=lambda attempt: attempt.size):
+        figures = f"{gigabytes(run.peak):>10}  {run.rate:>10,.0f}" if run.outcome == "ok" else f"  {run.outcome}"
+        page.append(f"{run.size:>8}{figures}")
     page += [
         "",
         f"memory needed = {gigabytes(found.line.fixed)} + {found.line.per_sample / 1e6:.3g} MB x batch",
@@ -98,7 +98,7 @@ def lines(found: BatchSearchResult) -> list[str]:
 
 
 def forecast(found: BatchSearchResult) -> dict[str, dict[str, float]]:
-    """Return what the noise scale foretells of the batch at which throughput saturates; {} where there is none."""
+    """Return what the noise scale predicts for the batch at which throughput saturates; {} without a prediction."""
     last = found.critical.last if found.critical is not None else None
     if last is None or found.saturated == found.own:
         return {}
@@ -114,39 +114,39 @@ def forecast(found: BatchSearchResult) -> dict[str, dict[str, float]]:
 
 
 def last_value(found: BatchSearchResult) -> float:
-    """Return the latest noise scale; infinite where there is none."""
+    """Return the latest noise scale; infinite if there is none."""
     last = found.critical.last if found.critical is not None else None
     return last.value if last is not None else math.inf
 
 
 def _critical(found: BatchSearchResult) -> list[str]:
-    """Say what the critical batch is, and what it means for batch and rate."""
+    """Return lines on the critical batch, and what it means for batch size and learning rate."""
     if found.critical is None:
         return []
     page = ["", *noise.lines(found.critical)]
     last = found.critical.last
     if last is not None and last.high <= found.own:
         page.append(f"batch {found.own} is above it: a larger one saves few steps here.")
-    if foretold := forecast(found).get("at_saturated"):
+    if predicted := forecast(found).get("at_saturated"):
         page.append(
-            f"By it, batch {found.saturated} takes {foretold['steps_factor']:.3g}x the steps and"
-            f" {foretold['samples_factor']:.3g}x the samples of batch {found.own} to the same loss"
-            + ("" if is_adaptive(found) else f", with {foretold['sgd_rate_factor']:.3g}x the rate")
+            f"By it, batch {found.saturated} takes {predicted['steps_factor']:.3g}x the steps and"
+            f" {predicted['samples_factor']:.3g}x the samples of batch {found.own} to the same loss"
+            + ("" if is_adaptive(found) else f", with {predicted['sgd_rate_factor']:.3g}x the rate")
         )
         page.append("(a model of SGD with its best rates, not measured: McCandlish et al. 2018, arXiv 1812.06162).")
-        if foretold["batch_size"] > last_value(found):
+        if predicted["batch_size"] > last_value(found):
             page.append("The rule for the rate above holds up to about the critical batch.")
     return page
 
 
 def _leaner(found: BatchSearchResult) -> list[str]:
-    """Say how to need less, where the C library keeps much."""
-    kept = max(one.peak - found.line.peak(one.size) for one in found.attempts if one.outcome == "ok")
+    """Return a line on how to need less memory, if the C library keeps much freed memory; else none."""
+    kept = max(each.peak - found.line.peak(each.size) for each in found.attempts if each.outcome == "ok")
     if found.verified.device != "cpu" or kept < 0.2 * found.verified.peak:
         return []
     return [f"the C library keeps up to {gigabytes(kept)} more, which MALLOC_MMAP_THRESHOLD_=1048576 has it give back"]
 
 
 def gigabytes(size: float) -> str:
-    """Return bytes as GB or MB."""
+    """Format an amount of bytes as GB or MB."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""The `hasten` command."""
+"""The `hasten` command: its entry point, and how errors end it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hasten.errors import HastenError
 
 
 def main() -> None:
-    """Entry point: runs the command; an error of ours becomes one message and an exit code."""
+    """Run the command line; print a HastenError as one message and exit with its code."""
     try:
         if sys.argv[1:2] == ["run"]:
             from hasten.cli.launch import launch_quickly
 
-            launch_quickly(sys.argv[2:])
+            launch_quickly(sys.argv[2:])  # returns only if the full parser is needed
         from hasten.cli.app import app
 
         app()
@@ -46,7 +46,7 @@ def _folder_is_gone() -> bool:
 
 
 def _writable(stream: TextIO) -> bool:
-    """Whether a stream takes an empty line. One that does not leads nowhere from then on: Python flushes it at exit."""
+    """Return whether a stream takes an empty line; if not, point it to /dev/null, since Python flushes it at exit."""
     try:
         stream.write("\n")
         stream.flush()

@@ -1,4 +1,4 @@
-"""`hasten run --auto` and `--replay`: what is checked before the training starts."""
+"""`hasten run --auto` and `--replay`: checks before the training starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hasten.tuner.length import epochs_named
 
 
 def options_of(command: list[str], auto: bool, out: Path, replay: Path | None) -> AutoOptions:
-    """Return how the run is tuned while it goes on, or switched as an earlier one was.
+    """Return the options for tuning the live run, or for replaying an earlier run's switches.
 
     Raises:
-        HastenError: Options that exclude each other, files of somebody else's, or a schedule that is none.
+        HastenError: The options exclude each other, a file to be written is not hasten's, or the schedule is invalid.
     """
     if replay is not None:
         if auto:

@@ -1,4 +1,4 @@
-"""`hasten batch`: the largest batch of an unchanged training that fits, and where throughput saturates."""
+"""`hasten batch`: find the largest batch size that fits an unchanged training, and where throughput saturates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.cli.script import training
 from hasten.cli.size import size_in_bytes
 from hasten.errors import HastenError
 
-_ALL = 1 << 50  # bytes: more than any GPU has, whose own size bounds it then
+_ALL = 1 << 50  # bytes: more than any GPU has, so that the GPU's own size is the limit
 
 
 def batch(
@@ -33,12 +33,12 @@ def batch(
     ),
     json: Path | None = typer.Option(None, "--json", help="Write the figures there.", metavar="FILE"),
 ) -> None:
-    """Find the largest batch that is safe, where throughput saturates, the critical batch, and what memory goes to.
+    """Find the largest safe batch, where throughput saturates, the critical batch, and what uses the memory.
 
     It changes nothing.
 
-    Each batch size is tried in a process of its own for some steps and validations; what the script writes meanwhile is
-    kept apart and removed. Ctrl-C ends it.
+    Each batch size is tried in a separate process for some steps and validations; the files that the script writes are
+    redirected and removed. Ctrl-C ends it.
 
     Example: hasten batch --memory 8GiB train.py --epochs 90
     """
@@ -68,7 +68,7 @@ def batch(
         if at:
             try:
                 found.critical = critical_batch(attempts, found.own, found.samples, at, say)
-            except KeyboardInterrupt:  # what was found by then is not lost
+            except KeyboardInterrupt:  # keep and show the sizes found before
                 found.critical, stopped = Critical((), "stopped by Ctrl-C"), True
     typer.echo("\n".join(lines(found)))
     if json is not None:

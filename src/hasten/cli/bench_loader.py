@@ -1,4 +1,4 @@
-"""`hasten bench-loader`: another name of `hasten doctor --loader`."""
+"""`hasten bench-loader`: another name for `hasten doctor --loader`, with more options."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def bench_loader(
 ) -> None:
     """Measure the training loader alone: by number of workers, at epoch starts, stage by stage.
 
-    As `hasten doctor --loader`, with more options. The script runs until its first backward; what it writes is kept
-    apart and removed. Ctrl-C shows what was measured so far (exit code 130).
+    Like `hasten doctor --loader`, with more options. The script runs until its first backward; the files it writes are
+    redirected and removed. Ctrl-C shows what was measured so far (exit code 130).
 
     Example: hasten bench-loader --html loader.html train.py --epochs 90
     """

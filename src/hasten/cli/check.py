@@ -1,4 +1,4 @@
-"""`hasten check`: does a plan leave the training what it is?"""
+"""`hasten check`: check that a plan does not change the training."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def check(
         None, "--json", help="Write what was found there, for programs.", metavar="FILE"
     ),
 ) -> None:
-    """Run a training plain and under a plan, in step, and compare tensor by tensor.
+    """Run a training plain and under a plan, step by step, and compare tensor by tensor.
 
-    Losses, gradients, weights, buffers, optimizer state, random states, samples and saved files must be equal to the
-    bit where the plan's techniques are `exact`, within the script's own rounding where they are `rounding`; of
-    `sampling` it is said which random stream moved. The first difference is named, and the technique behind it.
+    Losses, gradients, weights, buffers, optimizer state, random states, samples and saved files must be bit-identical
+    for `exact` techniques, and equal within the script's own rounding for `rounding` ones; for `sampling` techniques
+    the random stream that moved is named. The first difference is shown, with the technique that causes it.
 
-    Exit codes: 0 no difference beyond that; 1 a difference; 2 bad input; 3 that could not be found out.
+    Exit codes: 0 no difference beyond that; 1 a difference; 2 bad input; 3 it could not be determined.
 
     Examples: hasten check train.py --epochs 90; hasten check --resume "--resume last.pt" train.py
     """

@@ -1,4 +1,4 @@
-"""A training's own command line: where it begins, and the process it stands for."""
+"""Parse a training's command line: where it begins, which script it names, and which process it starts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ LAUNCHERS = {"torchrun", "accelerate", "deepspeed", "srun", "mpirun"}
 
 
 BATCHES = ("global", "per-device")
-"""How the devices to which a script is carried share its batches."""
+"""How the devices share the batches of a script written for one device."""
 
 
 def split_line(args: list[str], with_value: set[str]) -> int:
-    """Return where the training's command line begins."""
+    """Return the index in `args` at which the training's command line begins; a `--` there is removed from `args`.
+
+    Args:
+        args: Words after hasten's verb.
+        with_value: hasten's options that take a value, so that the value is not taken for the script.
+    """
     position = 0
     while position < len(args):
         word = args[position]
@@ -37,27 +42,27 @@ def split_line(args: list[str], with_value: set[str]) -> int:
 
 
 def without_python(command: list[str]) -> list[str]:
-    """Return a training's command without a `python` in front, where that is the one that hasten runs in.
+    """Return a training's command without a leading `python`, if that is the Python that hasten runs in.
 
-    `hasten tune python train.py` would else be taken for a launcher, whose processes cannot be tuned while they run.
-    Options of Python's (`python -u train.py`) stay, and so does another environment's Python.
+    Otherwise `hasten tune python train.py` would be taken for a launcher, whose processes cannot be tuned live. A
+    `python` with options of its own (`python -u train.py`) is kept, and so is another environment's Python.
     """
     if len(command) < 2 or not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         return command
     found, own = shutil.which(command[0]), Path(sys.executable)
     if (command[1].startswith("-") and command[1] != "-m") or not found:
         return command
-    # Environments made of the same Python have links to one file: what tells them apart is the folder.
+    # Environments created from the same Python link to one file, so the folders must be equal too.
     here = Path(found).parent.resolve() == own.parent.resolve()
     return command[1:] if here and Path(found).resolve() == own.resolve() else command
 
 
 def process_arguments(command: list[str], verb: str = "run") -> list[str]:
-    """The arguments of the process that runs a training: a script or a module by this Python, or a launcher.
+    """Return the arguments of the process that runs a training: this Python with a script or module, or a launcher.
 
     Args:
-        command: The training's own command line.
-        verb: Which of hasten's commands asks, for the message.
+        command: The training's command line.
+        verb: The hasten command that asks, for the error message.
 
     Raises:
         HastenError: There is no such script, it is a notebook, or nothing to run was named.
@@ -70,7 +75,7 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
             raise HastenError("-m needs a module", f"hasten {verb} -m pkg.train ARGS")
         return [sys.executable, *command]
     path = Path(first)
-    if path.suffix == ".ipynb" and path.is_file():  # Python would say that `null` is not defined, or see nothing
+    if path.suffix == ".ipynb" and path.is_file():  # Python would fail on an undefined `null`, or do nothing
         remedy = f"export it as a script: jupyter nbconvert --to script {shlex.quote(first)}"
         raise HastenError(f"{first} is a notebook, not a script", remedy)
     if path.exists() and not path.is_file() and not path.is_dir():  # `hasten run <(...)`, as Python can
@@ -82,7 +87,7 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
     found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv
-    folder_alone = path.is_dir() and len(command) == 1  # no launcher: those are told what to start
+    folder_alone = path.is_dir() and len(command) == 1  # not a launcher: a launcher is given a script to start
     if ("/" not in first and first.endswith(".py")) or not found or folder_alone:
         if path.is_dir():
             raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
@@ -92,18 +97,18 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
 
 
 def script_of(command: list[str]) -> Path | None:
-    """The script's file, where the command names one."""
+    """Return the script's path if the command names an existing `.py` file; else None."""
     path = Path(command[0])
     return path if path.suffix == ".py" and path.is_file() else None
 
 
 def tell_misplaced(command: list[str], own: Collection[str], verb: str) -> None:
-    """Say which of hasten's own options the script gets.
+    """Warn about hasten's options placed after the script, which the script gets instead.
 
     Args:
-        command: The training's own command line.
-        own: The options, such as `--budget`.
-        verb: Which of hasten's commands has them.
+        command: The training's command line.
+        own: hasten's options, such as `--budget`.
+        verb: The hasten command that has them.
     """
     if behind := _misplaced(command, own):
         stand, get = ("stands", "it") if len(behind) == 1 else ("stand", "them")
@@ -114,34 +119,37 @@ def tell_misplaced(command: list[str], own: Collection[str], verb: str) -> None:
 
 
 def _misplaced(command: list[str], own: Collection[str]) -> list[str]:
-    """The words behind a script that are options of hasten's own, where the code beside it knows no such name."""
+    """Return the words after a script that are hasten's options, unless the code in the script's folder uses the name.
+
+    Text search in the script's folder is a guess: the script's own parser may be defined in a file beside it.
+    """
     words = [word for word in command[1:] if word.startswith("--") and word.partition("=")[0] in own]
     script = script_of(command) if words else None
     if script is None:
         return []
     beside = (path for path in script.resolve().parent.glob("*.py") if path.is_file() and os.access(path, os.R_OK))
-    said = "".join(path.read_text("utf-8", "replace") for path in beside)
-    by_name = "add_argument(" in said or ".option(" in said  # else by a variable's: fire, dataclasses
+    text = "".join(path.read_text("utf-8", "replace") for path in beside)
+    by_name = "add_argument(" in text or ".option(" in text  # else options are named after variables: fire, dataclasses
 
     def is_known(word: str) -> bool:
         name = word.partition("=")[0]
-        return name in said if by_name else re.search(rf"\b{name[2:].replace('-', '_')}\b", said) is not None
+        return name in text if by_name else re.search(rf"\b{name[2:].replace('-', '_')}\b", text) is not None
 
     return [word for word in words if not is_known(word)]
 
 
 def trained(command: Sequence[str]) -> str:
-    """Return the name of the script or module that a command line trains, whoever starts it; "" where none is named."""
+    """Return the name of the script or module that a command line trains, with or without a launcher; "" if none."""
     if "-m" in command[:-1]:
         return command[command.index("-m") + 1]
     return next((Path(word).name for word in command if word.endswith(".py")), "")
 
 
 def resume_arguments(text: str) -> list[str]:
-    """Split the further arguments of a run that goes on, as a shell would.
+    """Split the text of `--resume` into arguments, as a shell would.
 
     Raises:
-        HastenError: A quotation in it has no end.
+        HastenError: A quote is not closed.
     """
     try:
         return shlex.split(text)

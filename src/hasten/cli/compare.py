@@ -1,4 +1,4 @@
-"""`hasten compare`: two runs side by side; for CI, an exit code when the later one is slower."""
+"""`hasten compare`: compare two runs; for CI, exit with 1 if the later one is slower."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def compare(
         None, "--json", help="Write the comparison there, for programs.", metavar="FILE"
     ),
 ) -> None:
-    """Compare two runs: the step and its phases, memory, findings that came and went, the verdict.
+    """Compare two runs: the step and its phases, memory, findings that appeared or disappeared, the verdict.
 
     With --fail-if-slower 5% the later run counts as slower if its typical step (the median over stretches of steps)
     or its mean step takes longer by more than 5 % AND the 95 % interval of that ratio, from the scatter over runs and
-    over the stretches of each, lies above 1. One run a side tells little of how much whole runs differ: name folders
-    with three or more runs of each (JSON files) to be sure, or allow for more.
+    over the stretches of each, is above 1. A single run per side says little about how much whole runs differ: name
+    folders with three or more runs of each (JSON files) to be sure, or allow a larger percentage.
 
     Exit codes: 0 not slower, or nothing was asked; 1 slower; 2 bad input, or too few steps to tell.
 
@@ -61,7 +61,11 @@ def compare(
 
 
 def _limit(text: str | None) -> float | None:
-    """`5%` as 0.05."""
+    """Parse a percentage: `5%` gives 0.05.
+
+    Raises:
+        HastenError: The text is not a percentage.
+    """
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?%", text.strip())

@@ -1,4 +1,4 @@
-"""`hasten convert`: files of other kinds, or a torch Dataset, as Parquet."""
+"""`hasten convert`: convert images, CSV, JSON lines, tar files or a torch Dataset to Parquet."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def convert(
 ) -> None:
     """Convert data to Parquet that hasten.data.ParquetDataset shuffles and reads quickly.
 
-    Files are written whole: after Ctrl-C, a crash or kill -9 the same command goes on behind those that are finished,
-    and gives the files that an undisturbed run gives. CSV, JSON lines and tar files keep their order, so shuffle them
-    beforehand where it matters. Needs pyarrow: pip install 'hasten[data]'.
+    Each file is written atomically: after Ctrl-C, a crash or kill -9, the same command resumes after the finished files
+    and produces the same files as an uninterrupted run. CSV, JSON lines and tar files keep their order, so shuffle them
+    beforehand if it matters. Needs pyarrow: pip install 'hasten[data]'.
 
     Example: hasten convert photos/train train-parquet
     """
@@ -75,7 +75,7 @@ def _files(conversion: Conversion) -> str:
 
 
 def _with_a_bar(conversion: Conversion, what: str, total: int | None) -> None:
-    """Convert, with a bar on a terminal, or a line now and then where nobody looks."""
+    """Convert, with a progress bar on a terminal, or a line per finished file elsewhere."""
     if messages.is_terminal(sys.stderr):
         from rich.console import Console
         from rich.progress import (

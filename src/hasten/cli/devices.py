@@ -1,4 +1,4 @@
-"""`hasten run --devices`: a script that was written for one device, on several."""
+"""`hasten run --devices`: run a script written for one device on several devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hasten.taps.config import RankOptions
 
 @dataclass(frozen=True)
 class Devices:
-    """The options of `hasten run` that say how wide a training runs, as they were typed."""
+    """The options of `hasten run` about several devices and machines, as typed."""
 
     devices: str
     accelerator: str
@@ -33,14 +33,14 @@ class Devices:
     rdzv_conf: str
 
     def wanted(self) -> bool:
-        """Whether the training runs on several devices, or an option was given that asks for it."""
+        """Return whether any of these options differs from its default."""
         return self != Devices("", "auto", "global", 1, "", "")
 
     def check(self) -> None:
-        """Check what can be checked without torch.
+        """Check the options as far as that is possible without torch.
 
         Raises:
-            HastenError: An option is not understood, or lacks another.
+            HastenError: An option is invalid, or needs another one.
         """
         if not self.devices:
             raise HastenError("--devices is missing", "say on how many devices of each machine: --devices 4")
@@ -60,7 +60,11 @@ class Devices:
         self.conf()
 
     def conf(self) -> dict[str, str]:
-        """The settings of the rendezvous, by name."""
+        """Return the settings of the rendezvous, by name.
+
+        Raises:
+            HastenError: A setting has no value.
+        """
         pairs = [pair.partition("=") for pair in self.rdzv_conf.split(",") if pair]
         if wrong := [name for name, equals, _ in pairs if not equals]:
             raise HastenError(f"--rdzv-conf {self.rdzv_conf}: {wrong[0]} has no value", "write is_host=1,timeout=300")
@@ -71,7 +75,7 @@ def spread(command: list[str], how: RunOptions, wide: Devices) -> int:
     """Run the training on several devices; return its exit code.
 
     Raises:
-        HastenError: Options that are wrong or exclude each other, a script that cannot be carried, or a rank failed.
+        HastenError: Options are wrong or exclude each other, the script cannot be run this way, or a rank failed.
     """
     wide.check()
     if how.auto or how.replay:
@@ -86,7 +90,7 @@ def spread(command: list[str], how: RunOptions, wide: Devices) -> int:
             f"{command[0]} is not a Python script, and --devices carries those", "name the script itself, or -m MODULE"
         )
     if how.plan == Path(DEFAULT_NAME) and not how.plan.exists():
-        how = dataclasses.replace(how, no_plan=True)  # --devices is wanted, whether there is a plan or not
+        how = dataclasses.replace(how, no_plan=True)  # --devices works without a plan, too
     folder = tempfile.mkdtemp(prefix="hasten-ranks-")
     try:
         return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch, began=time.time()))
@@ -95,7 +99,8 @@ def spread(command: list[str], how: RunOptions, wide: Devices) -> int:
 
 
 def _run(command: list[str], how: RunOptions, wide: Devices, options: RankOptions) -> int:
-    # A machine that cannot be reached is said below; torch's native code would print its stack for each attempt.
+    """Choose the devices, prepare the environment and start the ranks; return the exit code."""
+    # torch's native code would print its stack for each failed attempt to reach another machine.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from hasten.parallel import choose_devices  # with torch, which takes seconds to import
     from hasten.parallel.agent import Ranks, run
@@ -117,6 +122,6 @@ def _run(command: list[str], how: RunOptions, wide: Devices, options: RankOption
 
 
 def _visible(indices: list[int]) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES is for each of these GPUs: it may hold indices or UUIDs already."""
+    """Return the CUDA_VISIBLE_DEVICES entry of each GPU: an index, or what the variable already has for it (a UUID)."""
     shown = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     return tuple(shown[index] if shown else str(index) for index in indices)

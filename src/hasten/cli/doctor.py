@@ -1,4 +1,4 @@
-"""`hasten doctor`: why a training is slow, with file, line and worth."""
+"""`hasten doctor`: find out why a training is slow, with file, line and what a fix is worth."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from hasten.taps.config import DoctorOptions
 
 _SEVERITIES = tuple(map(str, Severity))
-_TRYING = 20.0  # seconds at the most, for switching what may help in the run itself
-_AT_LEAST = 5.0  # seconds of training, where --steps is not given: 200 quick steps show little of the machine
+_TRYING = 20.0  # most seconds to spend on trying techniques in the run itself
+_AT_LEAST = 5.0  # seconds of training if --steps is not given: 200 quick steps show little about the machine
 
 
 class DoctorCommand(ScriptCommand):
-    """As for every script; but paths to read (`--source`) and evidence may have hasten's options behind them."""
+    """A ScriptCommand that also accepts hasten's options after paths (`--source`) and evidence files."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Bring options in front of what is no training."""
+        """Move options to the front if the arguments are paths or evidence instead of a training."""
         words, with_value = list(args), self.with_value()
         split = split_line(words, with_value)
         if "--source" in words[:split] or (split < len(words) and words[split].endswith(".json")):
@@ -44,6 +44,7 @@ class DoctorCommand(ScriptCommand):
 
 
 def _options_first(words: Sequence[str], with_value: set[str]) -> list[str]:
+    """Return the words with all options, and their values, in front."""
     options, others = [], []
     left = iter(words)
     for word in left:
@@ -83,13 +84,13 @@ def doctor(
 ) -> None:
     """Say why a training is slow: which resource is saturated, where a step's time goes, what to change and where.
 
-    The script runs unchanged, for a bounded time, and what it writes is kept apart and removed (--whole: all of it,
-    as it is). hasten's own options stand before the script; all that follows the script is the script's own. The
-    script's exit code is kept; 0 where hasten ended it.
+    The script runs unchanged, for a bounded time, and the files it writes are redirected and removed (--whole: it runs
+    to its end and writes where it wants). hasten's own options stand before the script; everything after the script is
+    the script's own. The exit code is the script's; 0 if hasten ended it.
 
     Examples: hasten doctor train.py --epochs 1 (the script's --epochs); hasten doctor --steps 500 -m pkg.train;
-    hasten doctor --html page.html torchrun --nproc-per-node 2 train.py; hasten doctor evidence.json (a run that is
-    over); hasten doctor --source train.py src/ (reads code only); hasten doctor --loader train.py (its loader alone).
+    hasten doctor --html page.html torchrun --nproc-per-node 2 train.py; hasten doctor evidence.json (a finished run);
+    hasten doctor --source train.py src/ (reads code only); hasten doctor --loader train.py (its loader alone).
     """
     _severity(fail_on)
     command = training(ctx)
@@ -120,7 +121,7 @@ def doctor(
 
 
 def _bounded(steps: int | None, seconds: float, epochs: int | None, trace: Path | None, sample: bool) -> DoctorOptions:
-    """Return how a training is listened to, from the command's options."""
+    """Return the options for observing a training, from the command's options."""
     from hasten.taps.config import DoctorOptions
 
     return DoctorOptions(
@@ -135,12 +136,15 @@ def _bounded(steps: int | None, seconds: float, epochs: int | None, trace: Path 
 
 
 def loader_options(seconds: float, patience: float = 300.0, flame: bool = True) -> DoctorOptions:
-    """Return how the training loader is measured in place of training.
+    """Return the options for measuring the training loader in place of training.
 
     Args:
-        seconds: For the bench itself, not for what the script does before.
-        patience: Seconds within which the script must have come to its first backward.
-        flame: Look into a worker with py-spy, if it is there.
+        seconds: Seconds for the bench itself, without the time before it.
+        patience: Seconds within which the script must reach its first backward.
+        flame: Sample a worker with py-spy, if it is installed.
+
+    Raises:
+        HastenError: `seconds` is less than 1.
     """
     from hasten.taps.config import DoctorOptions
 
@@ -157,7 +161,7 @@ def measure_loader(
     evidence: Path | None = None,
     training: Evidence | None = None,
 ) -> int:
-    """Measure the training loader in place of training, and show it: the exit code.
+    """Measure the training loader in place of training, show the result, and return the exit code.
 
     Raises:
         HastenError: The script ended, or was stopped, before there was anything to measure.
@@ -178,12 +182,17 @@ def measure_loader(
 
 
 def _goes_with_training(**options: object) -> None:
+    """Refuse options that need a training, for --loader.
+
+    Raises:
+        HastenError: One of them was given.
+    """
     if named := [f"--{name}" for name, value in options.items() if value]:
         raise HastenError(f"{' and '.join(named)}: --loader measures the loader in place of training")
 
 
 def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: Path | None) -> Heard:
-    """Run a training, listen to it, and say what goes on."""
+    """Run a training and observe it, with progress messages."""
     from hasten.doctor.listen import listen
 
     arguments = process_arguments(command, "doctor")
@@ -200,6 +209,7 @@ def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: P
 
 
 def _bounds(options: DoctorOptions, whole: bool) -> str:
+    """Say how long the training is observed, and what happens to its files."""
     if options.bench_seconds:
         return f"until it trains; then its loader alone, for {options.bench_seconds:g} s; what it writes is removed"
     if whole:
@@ -209,17 +219,17 @@ def _bounds(options: DoctorOptions, whole: bool) -> str:
 
 
 def _script(command: list[str]) -> Path | None:
-    """The script's file, a module's, or that of the script that a launcher is told to start."""
+    """Return the file of the script, of the module, or of the script that a launcher starts; None if not found."""
     if command[0] == "-m" and len(command) > 1:
         module = Path(*command[1].split("."))
-        here = [path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()]
-        if here:
-            return here[0]
+        candidates = [path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()]
+        if candidates:
+            return candidates[0]
     return next((path for word in command if (path := script_of([word]))), None)
 
 
 def _read_source(command: list[str]) -> Sequence[Finding]:
-    """Return what the script's code says; a fault there must not spoil what was measured."""
+    """Return the findings in the script's code; a failure to read it must not lose the measured findings."""
     script = _script(command)
     if script is None:
         return ()
@@ -227,13 +237,13 @@ def _read_source(command: list[str]) -> Sequence[Finding]:
 
     try:
         return findings_in(script)
-    except Exception as error:  # said, and the measured findings stand by themselves
+    except Exception as error:  # reported; the measured findings are shown without it
         print(f"hasten: could not read the code of {script}: {error!r}", file=sys.stderr)
         return ()
 
 
 def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
-    """Without the findings that a comment `# hasten: ignore[name]` in the script silences."""
+    """Return the diagnosis without the findings that a `# hasten: ignore[name]` comment in the script silences."""
     from hasten.doctor.lint.check import silenced
 
     try:
@@ -243,7 +253,11 @@ def _heeding_comments(diagnosis: Diagnosis) -> Diagnosis:
 
 
 def _kept_evidence(command: list[str]) -> Path | None:
-    """Return where a run's evidence lies, if that is what was named: a JSON file, or the folder of one."""
+    """Return the path of a run's evidence if the command names a JSON file or a folder with one; else None.
+
+    Raises:
+        HastenError: Nothing was named.
+    """
     if not command:
         raise HastenError("no script was named", "hasten doctor SCRIPT ARGS, or hasten doctor evidence.json")
     path = Path(command[0])
@@ -255,6 +269,7 @@ def _kept_evidence(command: list[str]) -> Path | None:
 
 
 def _look_again(path: Path) -> tuple[Diagnosis, Evidence]:
+    """Diagnose a finished run from its evidence."""
     from hasten.doctor.diagnose import diagnose
     from hasten.doctor.verdict.diagnosis import makes_sense
     from hasten.evidence import read_evidence
@@ -265,7 +280,7 @@ def _look_again(path: Path) -> tuple[Diagnosis, Evidence]:
 
 
 def _show(diagnosis: Diagnosis, evidence: Evidence | None, html: Path | None, json: Path | None) -> None:
-    """Write what was asked for, and print the page."""
+    """Write the requested files, and print the diagnosis."""
     from rich.console import Console
 
     from hasten.doctor.relative_paths import with_relative_paths
@@ -290,7 +305,11 @@ def _severity(name: str) -> None:
 
 
 def check_targets(json: Path | None, html: Path | None, trace: Path | None, evidence: Path | None) -> None:
-    """Refuse, before the run, targets that cannot be written or hold something else."""
+    """Refuse, before the run, output files that cannot be written or that hold other content.
+
+    Raises:
+        HastenError: One of them is such a file.
+    """
     from hasten.doctor.verdict.diagnosis import is_diagnosis
     from hasten.evidence.schema import is_evidence
 

@@ -1,4 +1,4 @@
-"""`hasten findings`: all that doctor can find."""
+"""`hasten findings`: list everything that doctor can find."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def findings(markdown: bool = typer.Option(False, "--markdown", help="As the page docs/findings.md.")) -> None:
-    """List all that `hasten doctor` can find, in runs and in code."""
+    """List everything that `hasten doctor` can find, in runs and in code."""
     from hasten.doctor.findings import FINDINGS
 
     if markdown:
@@ -22,7 +22,7 @@ def findings(markdown: bool = typer.Option(False, "--markdown", help="As the pag
 
 
 def findings_page() -> str:
-    """Return all findings as Markdown, made from their files."""
+    """Return the Markdown page docs/findings.md, generated from the findings' files."""
     from hasten.doctor.findings import FINDINGS
 
     lines = [

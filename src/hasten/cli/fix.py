@@ -1,4 +1,4 @@
-"""`hasten fix`: mend in source what can be mended safely."""
+"""`hasten fix`: repair in source code what can be repaired safely."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def fix(
     write: bool = typer.Option(False, "--write", help="Write the files instead of showing the diff."),
     select: list[str] = typer.Option([], help="Mend only what this rule finds (may be repeated).", metavar="NAME"),
 ) -> None:
-    """Show a diff of what can be mended safely in the source of a training; with --write, make the change.
+    """Show a diff of safe repairs in a training's source code; with --write, make the change.
 
-    Formatting and comments stay. What cannot be mended for certain is named and left alone, as is all under a
-    `# hasten: ignore` comment. The diff is what `patch -p1` takes.
+    Formatting and comments are kept. Findings that cannot be repaired for certain are named and left alone; code under
+    a `# hasten: ignore` comment is left alone, too. `patch -p1` accepts the diff.
 
-    Exit code: 0 nothing to repair, or written; 1 there is a diff; 2 a file could not be looked at or written.
+    Exit code: 0 nothing to repair, or written; 1 there is a diff; 2 a file could not be read or written.
 
     Examples: hasten fix train.py; hasten fix src/ --select blocking_copy --write
     """
@@ -62,7 +62,7 @@ def fix(
 
 
 def _tell(name: str, mended: Mended) -> None:
-    """Say what a mend may do to the results, and what was left alone and why."""
+    """Print the effect that each repair may have on results, and the findings that were left alone, with the reason."""
     for rule, effect in mended.changes.items():
         print(f"hasten: {name}: {rule}: {effect}", file=sys.stderr)
     for line, rule, reason in mended.left:

@@ -1,4 +1,7 @@
-"""Becomes the training's own process, under a plan. Light: it stands between the person and the first line."""
+"""Replace this process by the training's process, under a plan.
+
+The module imports neither typer nor torch: every import here delays the start of the training.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from hasten.plan import DEFAULT_NAME, Plan
 from hasten.taps.config import RankOptions, RunConfig, environment
 from hasten.techniques import check, remarks
 
-_TAKING = {"--plan", "--evidence", "--out", "--replay"}
+_TAKING = {"--plan", "--evidence", "--out", "--replay"}  # options with a value
 _FLAGS = ("--no-plan", "--any-machine", "--quiet", "--auto")
 
 
@@ -39,9 +42,9 @@ class RunOptions:
 
 
 def launch_quickly(words: list[str]) -> None:
-    """Do what `hasten run` with these words does, if they are plain; return if the full parser must look at them.
+    """Run `hasten run` with these arguments if argparse can parse them; return if the full parser is needed.
 
-    typer takes longer to import than all the rest of `hasten run`.
+    A shortcut around typer, which takes longer to import than all the rest of `hasten run`.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plan", type=Path, default=Path(DEFAULT_NAME))
@@ -64,22 +67,22 @@ def launch_quickly(words: list[str]) -> None:
 
 
 def launch(command: list[str], how: RunOptions) -> None:
-    """Check everything, set the environment, and replace this process by the training's."""
+    """Check everything, set the environment, and replace this process by the training's (execve)."""
     arguments, env = prepared(command, how)
     messages.settle()
     os.execve(arguments[0], arguments, env)
 
 
 def prepared(command: list[str], how: RunOptions, ranks: RankOptions | None = None) -> tuple[list[str], dict[str, str]]:
-    """Check everything; return the training's command and environment.
+    """Check everything; return the arguments and environment of the training's process.
 
     Args:
-        command: The training's own command line.
+        command: The training's command line.
         how: The options of `hasten run`.
-        ranks: How the script is carried to several devices; None: it is not.
+        ranks: How to run the script on several devices; None: on one.
 
     Raises:
-        HastenError: Anything about them is wrong.
+        HastenError: The command, an option, the plan or an output file is invalid.
     """
     arguments = process_arguments(command)
     auto = _auto_of(command, how) if how.auto or how.replay else None
@@ -106,12 +109,18 @@ def prepared(command: list[str], how: RunOptions, ranks: RankOptions | None = No
         live=str(live_path(evidence.absolute())) if evidence else "",
         ranks=ranks,
     )
+    # With nothing to apply or record, the training gets the environment as it is, without any tap.
     listens = bool(config.techniques or config.evidence or config.auto or config.ranks)
     return arguments, environment(config, dict(os.environ)) if listens else dict(os.environ)
 
 
 def _auto_of(command: list[str], how: RunOptions) -> AutoOptions:
-    from hasten.cli.auto import options_of  # what a run under a plan does not need
+    """Return the options of --auto or --replay.
+
+    Raises:
+        HastenError: They exclude other options, or their files are invalid.
+    """
+    from hasten.cli.auto import options_of  # imported late: a run under a plan does not need it
 
     if how.no_plan or how.plan != Path(DEFAULT_NAME):
         word = "--auto" if how.auto else "--replay"
@@ -120,7 +129,11 @@ def _auto_of(command: list[str], how: RunOptions) -> AutoOptions:
 
 
 def _fits_machine(plan: Plan, any_machine: bool, quiet: bool) -> None:
-    """A plan for a GPU is not a plan for a CPU, nor the other way round; other differences are said."""
+    """Refuse a plan for another kind of device, unless `any_machine`; warn about another CPU.
+
+    Raises:
+        HastenError: The plan was made for a GPU and this machine trains on a CPU, or the other way round.
+    """
     machine, made_on = this_machine(), plan.machine
     device = made_on.get("device", machine.device)
     if device != machine.device and not any_machine:

@@ -1,4 +1,4 @@
-"""`hasten tune --memory`: the cheapest plan under which a training fits."""
+"""`hasten tune --memory`: find the cheapest plan under which a training fits."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from hasten.memory_search.limit import Limit
 
 _WITHOUT = ("seeds", "order", "processes", "no_memory")
-_LEAST = 120.0  # seconds after which a trial is ended
+_LEAST = 120.0  # seconds that a trial may take at least before it is stopped
 
 
 def check_memory(memory: str, asked: frozenset[str]) -> Limit | None:
-    """Return the limit that `--memory` names; None where it was not given.
+    """Return the limit that `--memory` names; None if the option was not given.
 
     Args:
-        memory: As the person wrote it.
+        memory: Value of the option, as typed.
         asked: Names of the options that were given.
 
     Raises:
-        HastenError: It is no size, or another option means nothing beside it.
+        HastenError: The value is not a size, or another option has no meaning with it.
     """
     if "memory" not in asked:
         return None
@@ -54,16 +54,19 @@ def fit_into(
     out: Path,
     ran_out: str = "",
 ) -> None:
-    """Search, write plan and figures, and say what was found.
+    """Search for a plan that fits, write plan and figures, and print the result.
 
     Args:
-        arguments: Of the process that runs the training.
-        command: The training's own command line.
-        limit: What it may have; None: what stands in its way here.
-        budget: Seconds for all of it.
+        arguments: Command line of the process that runs the training.
+        command: The training's command line.
+        limit: The memory limit; None: the one in force on this machine.
+        budget: Seconds for the whole search.
         only: Names of the techniques to try; empty: all.
-        out: Where the plan goes; the figures go beside it.
-        ran_out: How the script as it is has run out of memory, where that is known.
+        out: Path of the plan; the figures go beside it.
+        ran_out: How the unchanged script ran out of memory, if that is known already.
+
+    Raises:
+        HastenError: The training fits under no plan, or a file cannot be written.
     """
     from importlib.metadata import version
 

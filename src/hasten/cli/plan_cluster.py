@@ -1,4 +1,4 @@
-"""`hasten plan-cluster`: a training that was measured on one device, on paper on many."""
+"""`hasten plan-cluster`: predict a training on many devices from evidence measured on one."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def plan_cluster(
 ) -> None:
     """Plan a training on many devices, on paper: step, memory and cost by strategy, from evidence of one device.
 
-    Arithmetic, not a measurement: measured phases, bytes of messages, the speed of the network. What the evidence does
-    not hold is asked for, or named as assumed.
+    Arithmetic, not a measurement: from measured phases, message sizes and the speed of the network. What the evidence
+    does not contain is asked for, or listed as assumed.
 
     Example: hasten plan-cluster evidence.json --devices 8,64 --network 25GB/s --memory 80GiB --price 2.5
     """
@@ -99,7 +99,11 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _devices(text: str) -> list[int]:
-    """Return numbers of devices: "8,64"."""
+    """Parse numbers of devices, such as "8,64".
+
+    Raises:
+        HastenError: The text is not a list of numbers of devices.
+    """
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if not re.fullmatch(r"[1-9]\d{0,6}", word) or int(word) > _MOST:
@@ -110,7 +114,11 @@ def _devices(text: str) -> list[int]:
 
 
 def _speed(text: str) -> float:
-    """Return bytes per second: B stands for bytes, b and bit for bits; prefixes in either case."""
+    """Parse a network speed into bytes per second: B means bytes, b and bit mean bits; prefixes in either case.
+
+    Raises:
+        HastenError: The text is not a speed.
+    """
     match = re.fullmatch(rf"{_NUMBER}\s*([kKmMgGtT]?i?)(B|b|bit|bits)(?:/s|ps)", text.strip())
     prefix = match[2].lower() if match else ""
     if match is None or prefix not in _PREFIXES or not float(match[1]) > 0:
@@ -121,7 +129,11 @@ def _speed(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Return a time such as 10us in seconds."""
+    """Parse a time such as 10us into seconds.
+
+    Raises:
+        HastenError: The text is not a time.
+    """
     match = re.fullmatch(rf"{_NUMBER}\s*(ns|us|µs|ms|s)", text.strip())
     if match is None:
         raise HastenError(f"--latency {text}: not a time", "write 10us, 0.05ms or 0s")

@@ -1,4 +1,4 @@
-"""`hasten run`: the full training under a plan, script unchanged."""
+"""`hasten run`: run the full training under a plan, with the script unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(
     rdzv_endpoint: str = typer.Option("", help="With --nodes: where they meet, as torchrun's.", metavar="HOST:PORT"),
     rdzv_conf: str = typer.Option("", help="With --nodes: further settings, as torchrun's.", metavar="KEY=VALUE,..."),
 ) -> None:
-    """Run a training under a plan; everything about it is as if Python ran it.
+    """Run a training under a plan; everything else is as if Python ran it.
 
     Examples: hasten run train.py --epochs 90; hasten run --auto train.py; hasten run --plan other.toml -m pkg.train;
     hasten run --devices 4 train.py; hasten run torchrun --nproc-per-node 2 train.py (written for several already).

@@ -1,4 +1,4 @@
-"""Sizes as a person writes them."""
+"""Parse sizes such as `8GiB`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def size_in_bytes(text: str, option: str) -> int:
     """Return a size such as 8GiB in bytes.
 
     Args:
-        text: As it was written.
-        option: The option it was given to, for the message.
+        text: The size, as typed.
+        option: Name of the option, for the error message.
 
     Raises:
-        HastenError: It is none.
+        HastenError: The text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     unit = match[2] if match else ""

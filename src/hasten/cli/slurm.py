@@ -1,4 +1,8 @@
-"""A SLURM job for a training: its script, its sending, and following it until it ends."""
+"""SLURM jobs: write a training's job script, submit it, and follow the job until it ends.
+
+The job script restarts the training: if SLURM asks it to stop (time limit, preemption) or it fails, the script requeues
+the job, up to a number of restarts after failures.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +22,30 @@ _ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
 _UNKNOWN = "UNKNOWN"
-_LOOK = 2.0  # seconds between two questions about a job: squeue asks the cluster's one controller
+_LOOK = 2.0  # seconds between two queries about a job: each is answered by the cluster's only controller
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a job asks for and runs.
+    """A job's resources and command.
 
     Attributes:
-        command: The training's own command, `["train.py", "--epochs", "90"]`.
-        hasten: What runs it, `["hasten", "run"]`.
-        under: Under what, `["--no-plan"]`.
-        auto: Tune it while it runs, and run it under what was found when the job runs again; `under` is then empty.
-        carried: The script is written for one device: `under` has hasten start the processes, and SLURM starts hasten.
-        nodes: Machines.
-        devices: Processes on each machine; with `accelerator="gpu"` one GPU each.
+        command: The training's command line, `["train.py", "--epochs", "90"]`.
+        hasten: Command that runs it, `["hasten", "run"]`.
+        under: Options of `hasten run`, `["--no-plan"]`.
+        auto: Tune the training while it runs, and use the plan found when the job runs again; `under` is then empty.
+        carried: Whether the script is written for one device: SLURM then starts one hasten, whose options `under` make
+            it start the processes.
+        nodes: Number of machines.
+        devices: Processes per machine; with `accelerator="gpu"`, one GPU each.
         accelerator: "gpu" or "cpu".
-        time: The time limit as SLURM writes it ("4:00:00"); "": the partition's own.
+        time: Time limit in SLURM's format ("4:00:00"); "": the partition's own.
         name: The job's name; its log is `<name>-<job number>.log`.
         resume: Further arguments for the training when the job runs again.
-        restarts: How often a training that failed is run again.
+        restarts: How often a failed training is run again.
         save_seconds: Seconds before the time limit at which the training is asked to save and stop.
-        setup: Lines of shell before the training: modules to load, an environment to activate.
-        options: Further lines for sbatch, "--constraint=a100".
+        setup: Shell lines before the training, such as modules to load or an environment to activate.
+        options: Further options for sbatch, "--constraint=a100".
     """
 
     command: tuple[str, ...]
@@ -60,7 +65,7 @@ class Job:
     options: tuple[str, ...] = ()
 
     def script(self) -> str:
-        """The job's script, for sbatch."""
+        """Return the job's script, for sbatch."""
         return _SCRIPT.format(
             options="\n".join(f"#SBATCH {option}" for option in self._options()),
             setup="".join(f"{line}\n" for line in self.setup),
@@ -72,7 +77,7 @@ class Job:
 
     @property
     def is_array(self) -> bool:
-        """Whether its options make many jobs of it, each with a number of its own."""
+        """Whether the options make it a job array: many jobs, each with its own number."""
         return any(re.match(r"(--array|-a)\b", option) for option in self.options)
 
     def log(self, number: object) -> str:
@@ -86,21 +91,23 @@ class Job:
         return _AUTO.format(plan=self.name, hasten=shlex.join(self.hasten), command=training)
 
     def _options(self) -> list[str]:
+        """Return the options of the script's `#SBATCH` lines."""
         tasks = 1 if self.carried else self.devices
-        yes = [f"--job-name={self.name}", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}"]
+        lines = [f"--job-name={self.name}", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}"]
         if self.carried:
-            yes.append(f"--cpus-per-task={self.devices}")  # else they may share one core; `options` may say more
+            # Otherwise the processes may share one core. `options` come later and can ask for more.
+            lines.append(f"--cpus-per-task={self.devices}")
         if self.accelerator == "gpu":
-            yes.append(f"--gpus-per-node={self.devices}")
+            lines.append(f"--gpus-per-node={self.devices}")
         if self.time:
-            yes.append(f"--time={self.time}")
-        yes += [
+            lines.append(f"--time={self.time}")
+        lines += [
             f"--output={self.log('%A_%a' if self.is_array else '%j')}",
-            "--open-mode=append",  # when it runs again, it goes on in the same log
-            "--requeue",  # after a dead node, or for a job that goes first
+            "--open-mode=append",  # a requeued job appends to the same log
+            "--requeue",  # SLURM may requeue it after a node failure or a preemption
             f"--signal=B:USR1@{self.save_seconds}",
         ]
-        return [*yes, *self.options]
+        return [*lines, *self.options]
 
     def _resume(self) -> str:
         if not self.resume:
@@ -113,11 +120,12 @@ class Job:
         return _RANKS.format(devices=self.devices)
 
 
-# SLURM asks a job to stop in three ways: the signal before the time limit comes to this shell alone, the one of a job
-# that goes first to all its processes, a cancelled job's too. After the first two it is to be queued again; a job that
-# its user cancelled is not RUNNING any more when its training has stopped. What exits with 0 has come to its end.
-# sbatch hands on the variables of the shell that sent the job: that of another training's rank would have this one wait
-# for ranks that nobody starts. The last job of an array has the number of the array: a signal to it would reach all.
+# SLURM asks a job to stop in three ways. Before the time limit it signals only this shell; for a preemption, and for a
+# cancelled job, it signals all of the job's processes. After the first two the job must be requeued. A job that its
+# user cancelled is no longer RUNNING when its training has stopped, which tells it apart. Exit code 0 means finished.
+# sbatch passes on the environment of the submitting shell: with the variables of another training's rank, this training
+# would wait for ranks that nobody starts. The last job of an array has the array's own number, so a signal to that
+# number would reach all jobs of the array: hence the `<array>_<task>` form.
 _SCRIPT = """\
 #!/bin/bash
 # Written by `hasten submit`. It can be edited, and sent with `sbatch`.
@@ -161,13 +169,13 @@ fi
 exit "$code"
 """
 
-# Its plan is the job's own: beside it others may tune in the same folder.
+# The plan is named after the job: other jobs may tune in the same folder.
 _AUTO = """\
 plan={plan}-"$job".toml
 if [ -f "$plan" ]; then under=(--plan "$plan"); else under=(--auto --out "$plan"); fi
 command=({hasten} "${{under[@]}}" {command})"""
 
-# With the variables that torchrun sets, for scripts that read them. A rank that fails ends the others: they would wait.
+# Sets the variables that torchrun sets, for scripts that read them. A failed rank ends the others, which would wait.
 _RANKS = """\
 export MASTER_ADDR="${{MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}}"
 export MASTER_PORT="${{MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}}"
@@ -178,29 +186,30 @@ srun --kill-on-bad-exit=1 bash -c '
 
 
 def send(script: str, folder: Path) -> int:
-    """Send a job's script and return the job's number.
+    """Submit a job's script and return the job's number.
 
     Args:
-        script: Its text.
-        folder: Where the job runs; its log lies there.
+        script: The script's text.
+        folder: Folder in which the job runs and writes its log.
 
     Raises:
-        HastenError: There is no SLURM here, it does not take the job, or no log can be written there.
+        HastenError: There is no SLURM here, it rejects the job, or the log cannot be written.
     """
     if shutil.which("sbatch") is None:
         raise HastenError(
             "there is no SLURM on this machine: no sbatch on the path",
             "run this on the cluster's login node, or print the script with --dry-run",
         )
-    if not os.access(folder, os.W_OK):  # SLURM would take the job, which ends at its start without a word
+    if not os.access(folder, os.W_OK):  # SLURM would accept the job, which would end at its start without a message
         raise HastenError(f"the job's log would be in {folder}, where nothing can be written", "go to another folder")
-    # Sent from within a job, what describes that one (how often it ran, its cores) would be taken to describe this one.
+    # Submitted from within a job, the SLURM_ variables of that job (restart count, cores) would be taken for this
+    # one's.
     inside = "SLURM_JOB_ID" in os.environ
     kept = {n: v for n, v in os.environ.items() if not (inside and n.startswith("SLURM_")) or n == "SLURM_CONF"}
     done = subprocess.run(
         ["sbatch", "--parsable"], check=False, input=script, cwd=folder, env=kept, capture_output=True, text=True
     )
-    number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # a site's sbatch may greet first
+    number = re.search(r"^(\d+)(;\S+)?$", done.stdout, re.MULTILINE)  # a site's sbatch may print a greeting first
     if done.returncode or number is None:
         raise HastenError(
             f"SLURM did not take the job: {done.stderr.strip() or done.stdout.strip()}", _fix(done.stderr)
@@ -208,27 +217,29 @@ def send(script: str, folder: Path) -> int:
     return int(number[1])
 
 
-def _fix(said: str) -> str:
-    if "node configuration" in said or "gres" in said.lower():
+def _fix(message: str) -> str:
+    """Return what to do about sbatch's error message."""
+    if "node configuration" in message or "gres" in message.lower():
         return "ask for less per node, or say --accelerator cpu where there are no GPUs; `sinfo -N -l` lists the nodes"
-    if "partition" in said or "account" in said:
+    if "partition" in message or "account" in message:
         return "name another with --partition or --account; `sinfo` lists the partitions"
     return "print the script with --dry-run and look at its #SBATCH lines"
 
 
 def follow(number: int, log: Path, say: Callable[[str], None]) -> int:
-    """Say what a job writes and which state it is in, until it has ended; return its exit code.
+    """Print a job's log and its changes of state until it has ended; return its exit code.
 
     Args:
-        number: The job's.
-        log: The file it writes.
-        say: Gets text as it comes, and a line for each change of state.
+        number: The job's number.
+        log: The job's log file.
+        say: Receives the log's text as it comes, and a line for each change of state.
     """
-    before, heard = "", 0
+    before, heard = "", 0  # the state at the last query; bytes of the log that were printed
     while True:
         state, code = state_of(number)
         heard = _tell_further(log, heard, say)
-        if state in _ENDED and state == before:  # one that is queued again passes through some of these for a moment
+        # Only if seen twice: a job that is requeued passes through some of these states for a moment.
+        if state in _ENDED and state == before:
             return code
         if state != before:
             answers = "SLURM does not answer; asking again" if state == _UNKNOWN else f"it is {state.lower()}"
@@ -238,6 +249,7 @@ def follow(number: int, log: Path, say: Callable[[str], None]) -> int:
 
 
 def _tell_further(log: Path, heard: int, say: Callable[[str], None]) -> int:
+    """Print what was added to the log after `heard` bytes; return its new length."""
     if not log.is_file():
         return heard
     with log.open("rb") as file:
@@ -249,9 +261,9 @@ def _tell_further(log: Path, heard: int, say: Callable[[str], None]) -> int:
 
 
 def state_of(number: int) -> tuple[str, int]:
-    """A job's state in SLURM's word, and its exit code once it has ended (1 where SLURM knows none).
+    """Return a job's state, as SLURM names it, and its exit code once it has ended (1 if SLURM knows none).
 
-    "UNKNOWN" while SLURM cannot be asked: its controller restarts, or is busy.
+    The state is "UNKNOWN" while SLURM does not answer, for example because its controller restarts or is busy.
 
     Raises:
         HastenError: SLURM does not know the job.

@@ -1,4 +1,4 @@
-"""`hasten doctor --source`: findings read from code, for people, editors and CI."""
+"""`hasten doctor --source`: report findings read from source code, for people, editors and CI."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def check_source(
     select: Collection[str] = (),
     strict_ignores: bool = False,
 ) -> int:
-    """Print what the code of files and folders shows.
+    """Print the findings in the code of files and folders.
 
     Args:
-        paths: Files of Python and folders of them.
-        format: text, json or sarif.
-        fail_on: Severity from which findings make the exit code 1; "": any finding does.
-        out: Write there instead of printing.
-        select: Only these rules.
-        strict_ignores: Also name ignore comments that silence nothing.
+        paths: Python files, and folders of them.
+        format: "text", "json" or "sarif".
+        fail_on: Severity from which a finding makes the exit code 1; "": any finding does.
+        out: File to write instead of printing.
+        select: Names of the rules to check; empty: all.
+        strict_ignores: Also report ignore comments that silence nothing.
 
     Returns:
-        Exit code: 0 nothing found, 1 findings, 2 a file could not be looked at.
+        Exit code: 0 nothing found, 1 findings, 2 a file could not be read.
 
     Raises:
-        HastenError: No path, an unknown format or rule, or `out` cannot be written.
+        HastenError: No path was given, a format or rule is unknown, or `out` cannot be written.
     """
     from hasten.doctor.lint.check import check
     from hasten.doctor.lint.formats import FORMATS, as_json, as_sarif, as_text, shown
@@ -59,14 +59,14 @@ def check_source(
         print(f"hasten: {shown(error.path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
     if checked.errors:
         return 2
-    return int(any(one.finding.severity in or_worse(fail_on or "note") for one in checked.found))
+    return int(any(placed.finding.severity in or_worse(fail_on or "note") for placed in checked.found))
 
 
 def named(paths: Sequence[str | Path], usage: str) -> list[Path]:
-    """The paths of a command line.
+    """Return the paths of a command line.
 
     Raises:
-        HastenError: There is none.
+        HastenError: There are none.
     """
     if not paths:
         raise HastenError("no path was named", usage)
@@ -74,7 +74,7 @@ def named(paths: Sequence[str | Path], usage: str) -> list[Path]:
 
 
 def known_rules(names: Collection[str]) -> frozenset[str]:
-    """Names of rules, also several with commas between them.
+    """Return the rules named by `--select`, each of which may hold several names separated by commas.
 
     Raises:
         HastenError: There is no such rule.
@@ -91,7 +91,7 @@ def known_rules(names: Collection[str]) -> frozenset[str]:
 
 
 def is_former(content: bytes) -> bool:
-    """Whether this is what `--out` wrote, in any of its formats."""
+    """Return whether the content was written by `--out`, in any of its formats."""
     from hasten.doctor.lint.formats import SCHEMA
 
     if files.json_of(SCHEMA)(content):
@@ -104,13 +104,14 @@ def is_former(content: bytes) -> bool:
 
 
 def put(text: str, out: Path | None) -> None:
-    """Print, or write whole or not at all.
+    """Print a text, or write it to a file atomically.
 
     Raises:
-        HastenError: It cannot be written.
+        HastenError: The file holds other content, or cannot be written.
     """
     if out is None:
         stream = sys.stdout
+        # A terminal without UTF-8 must not end the command on a letter in somebody's source.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
         stream.write(text)

@@ -1,4 +1,4 @@
-"""`hasten submit`: a training as a SLURM job, on one machine or on many."""
+"""`hasten submit`: submit a training as a SLURM job, on one machine or on many."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def submit(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the job's script and send nothing."),
     follow: bool = typer.Option(False, "--follow", help="Show its log until it ends; Ctrl-C only stops the showing."),
 ) -> None:
-    """Send a training to SLURM; when its time is up, or another job goes first, it saves, queues again and goes on.
+    """Send a training to SLURM; at its time limit, or when preempted, it saves, is requeued and resumes.
 
     Each process is one task of srun and gets the variables that torchrun sets. SIGTERM asks it to stop: hasten's
-    Trainer saves then, and goes on with ckpt_path="last"; other scripts run again with the arguments of --resume.
+    Trainer then saves, and resumes with ckpt_path="last"; other scripts run again with the arguments of --resume.
 
     Example: hasten submit --nodes 2 --devices 4 --time 4:00:00 train.py --epochs 90
     """
@@ -72,7 +72,7 @@ def submit(
         )
     job = slurm.Job(
         command=tuple(command),
-        hasten=(sys.executable, "-m", "hasten", "run"),  # a job's shell has not the path of the shell that sent it
+        hasten=(sys.executable, "-m", "hasten", "run"),  # a job's shell may have another PATH than the submitting one
         under=(*carried, *_under(plan, no_plan, auto)),
         carried=bool(carried),
         auto=auto,
@@ -109,7 +109,11 @@ def submit(
 
 
 def _under(plan: Path, no_plan: bool, auto: bool) -> tuple[str, ...]:
-    """Return the options of `hasten run` that say under which plan; none with --auto, whose plan is yet to be found."""
+    """Return the options of `hasten run` for the plan; none with --auto, which has yet to find one.
+
+    Raises:
+        HastenError: --auto excludes a given option, or the plan is invalid.
+    """
     if auto:
         if no_plan or plan != Path(DEFAULT_NAME):
             raise HastenError("--auto runs under no plan: it excludes --plan and --no-plan", "leave one of them out")
@@ -121,7 +125,11 @@ def _under(plan: Path, no_plan: bool, auto: bool) -> tuple[str, ...]:
 
 
 def _carried(batch: str, nodes: int, devices: int, accelerator: str) -> tuple[str, ...]:
-    """Return the options of `hasten run` that carry a script to several devices; () without --batch."""
+    """Return the options of `hasten run` that run a script on several devices; () without --batch.
+
+    Raises:
+        HastenError: The options do not fit together.
+    """
     if not batch:
         return ()
     if batch not in BATCHES:
@@ -137,12 +145,13 @@ def _carried(batch: str, nodes: int, devices: int, accelerator: str) -> tuple[st
 
 
 def _check_time(limit: str, save_seconds: int) -> None:
+    """Refuse a time limit that SLURM cannot parse, or that leaves no time to train."""
     if not limit:
         return
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit):
         raise HastenError(f"--time {limit}: not a time limit", "write 90 (minutes), 4:00:00 or 2-12:00")
     seconds = _seconds(limit)
-    if 0 < seconds <= save_seconds:  # it would be asked to stop as it starts, be queued again, and so on without end
+    if 0 < seconds <= save_seconds:  # it would be asked to stop at its start and be requeued, forever
         raise HastenError(
             f"--time {limit} is {seconds} s, and {save_seconds} s before its end the training is asked to save",
             "give it more time, or less to save: --save-seconds 30",
@@ -150,7 +159,7 @@ def _check_time(limit: str, save_seconds: int) -> None:
 
 
 def _seconds(limit: str) -> int:
-    """Return a time limit in seconds: SLURM reads M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
+    """Parse a time limit into seconds. SLURM accepts M, M:S, H:M:S, D-H, D-H:M and D-H:M:S."""
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if not dash and len(parts) < 3:
@@ -160,10 +169,15 @@ def _seconds(limit: str) -> int:
 
 
 def _named(name: str, command: list[str]) -> str:
+    """Return the job's name: the given one, or one made from the script's name.
+
+    Raises:
+        HastenError: The given name has characters that the log's file name cannot have.
+    """
     script = script_of(command)
     if not name:
-        own = script.stem if script else Path(command[command[0] == "-m"]).name
-        return re.sub(r"[^\w.@+-]", "-", own)  # "my train.py"
+        stem = script.stem if script else Path(command[command[0] == "-m"]).name
+        return re.sub(r"[^\w.@+-]", "-", stem)  # such as the space in "my train.py"
     if not re.fullmatch(r"[\w.@+-]+", name):
         raise HastenError(f"--name {name!r}: the log is called after it", "use letters, digits and - _ . only")
     return name

@@ -1,4 +1,4 @@
-"""`hasten tune --allow trajectory --target ...`: the script's arguments with which it reaches a quality soonest."""
+"""`hasten tune --allow trajectory --target ...`: find the script's arguments that reach a quality target soonest."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WITHOUT = ("only", "order", "processes", "no_memory", "memory")
 
 
 def refuse_other_files(out: Path, fix: str) -> None:
-    """A plan, and what it replaces, may be written over a plan alone.
+    """Refuse to overwrite a file that is not a plan: at the plan's path, or at the path of its backup.
 
     Raises:
-        HastenError: One of the two is there and is something else.
+        HastenError: One of the two exists and is not a plan.
     """
     for plan in (out, _backup_of(out)):
         if plan.exists():
@@ -35,7 +35,7 @@ def refuse_other_files(out: Path, fix: str) -> None:
 
 
 def keep_former(out: Path) -> None:
-    """Copy the plan that is to be replaced: a person may have edited it."""
+    """Back up the plan that will be replaced, since the user may have edited it."""
     if out.is_file():
         write_whole(_backup_of(out), out.read_bytes())
 
@@ -45,15 +45,15 @@ def _backup_of(out: Path) -> Path:
 
 
 def check_words(trajectory: bool, target: str, asked: frozenset[str]) -> None:
-    """Refuse what goes without its counterpart.
+    """Refuse options that lack the option they need, or have no meaning together.
 
     Args:
         trajectory: Whether `--allow trajectory` was given.
-        target: What `--target` said; "" for nothing.
+        target: Value of `--target`; "" if not given.
         asked: Names of the options that were given.
 
     Raises:
-        HastenError: One is missing, or has no meaning here.
+        HastenError: An option is missing, or has no meaning here.
     """
     if target and not trajectory:
         raise HastenError(
@@ -83,18 +83,18 @@ def tune_to_target(
     budget: float | None,
     out: Path,
 ) -> None:
-    """Search, write report and figures, and say what was found.
+    """Search for the shortest time to the target, write report and figures, and print the result.
 
     Args:
-        arguments: Of the process that runs the training.
-        command: The training's own command line.
-        target: As the person wrote it.
-        line: A text that printed lines must hold to count.
-        vary: As the person wrote them.
-        runs: Cost at the most, in whole runs.
-        seeds: Fresh seeds.
-        budget: Seconds at the most.
-        out: Where a plan would go; the report goes beside it.
+        arguments: Command line of the process that runs the training.
+        command: The training's command line.
+        target: Value of `--target`, as typed.
+        line: Text that a printed line must contain to count; "": every line counts.
+        vary: Values of `--vary`, as typed.
+        runs: Most that all runs may cost, in whole runs of the unchanged script.
+        seeds: Number of fresh seeds.
+        budget: Most seconds for the search; None: only `runs` limits it.
+        out: Path of the plan, if there is one; the report goes beside it.
     """
     from hasten.child import scratch_folder
     from hasten.report import target_page

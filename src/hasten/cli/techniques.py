@@ -1,4 +1,4 @@
-"""`hasten techniques`: the catalogue."""
+"""`hasten techniques`: list the catalogue of techniques."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def techniques(markdown: bool = typer.Option(False, "--markdown", help="As the p
 
 
 def catalogue_page() -> str:
-    """The catalogue as Markdown, made from the classes."""
+    """Return the Markdown page docs/catalogue.md, generated from the techniques' classes."""
     lines = [
         "# The catalogue of techniques",
         "",
@@ -45,7 +45,7 @@ def catalogue_page() -> str:
 
 
 def _switched(kind: type[Technique]) -> str:
-    """When a technique can be switched in a running training; where settings differ, in the order they come."""
+    """Say when a technique can be switched in a running training; if its settings differ, in their order."""
     settings = kind.values if isinstance(kind.values, tuple) else (1,)
     moments = {
         Liveness.STEP: "at any step",

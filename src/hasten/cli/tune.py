@@ -1,4 +1,4 @@
-"""`hasten tune`: an unchanged training script becomes faster, with proof."""
+"""`hasten tune`: make an unchanged training script faster, and prove it."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def tune(
 ) -> None:
     """Find what makes a training faster without spoiling its result; write a plan and a proof.
 
-    With --allow trajectory --target: find the script's own arguments with which it reaches a quality soonest, by whole
-    runs. With --memory, and by itself where the training runs out of memory: find the cheapest plan that fits. Ctrl-C
-    keeps the best so far (exit code 130).
+    With --allow trajectory --target: find the script's own arguments that reach a quality soonest, judged by whole
+    runs. With --memory, and whenever the training runs out of memory: find the cheapest plan that fits. Ctrl-C keeps
+    the best so far (exit code 130).
 
     Example: hasten tune --budget 5m train.py --epochs 90
 
@@ -104,7 +104,7 @@ def tune(
     if (limit := check_memory(memory, asked)) is not None:
         fit_into(arguments, command, limit, _seconds(budget), only_these, out)
         return
-    apart = out.exists() and not out.is_file()  # a pipe, /dev/stdout: nothing is kept beside it
+    apart = out.exists() and not out.is_file()  # a pipe or /dev/stdout: tune's memory is not kept beside it
     store = None if no_memory or apart else out.parent / FOLDER
     options = TuneOptions(_seconds(budget), seeds, only_these, order, processes, store)
     _writable(out)
@@ -125,7 +125,7 @@ def tune(
 
 
 def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], Tuned]) -> Tuned:
-    """Tune, with its progress on the terminal."""
+    """Tune with a progress display; `tuned` does the tuning, given callbacks for messages and blocks."""
     from rich.console import Console
 
     from hasten.report.course import plain_step
@@ -142,7 +142,7 @@ def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], Tune
 
 
 def _leave(plan: Plan, proof: Proof, out: Path) -> None:
-    """Write plan and report, and show the result."""
+    """Write plan and report, and print the result."""
     from rich.console import Console
 
     from hasten.report import html, terminal
@@ -156,17 +156,22 @@ def _leave(plan: Plan, proof: Proof, out: Path) -> None:
 
 
 def _report_of(out: Path) -> Path:
-    """The report's path, but for what its kind is."""
+    """Return the report's path without its suffix."""
     return out.with_name("hasten-report" if out.name == DEFAULT_NAME else f"{out.stem}-report")
 
 
 def _is_asked(ctx: typer.Context, name: str) -> bool:
-    """Whether a person gave an option, which else has its default."""
+    """Return whether the user gave an option; otherwise it has its default."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _seconds(text: str) -> float:
+    """Parse the time of --budget into seconds.
+
+    Raises:
+        HastenError: The text is not a time.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
         raise HastenError(f"--budget {text}: not a time", "write 300, 90s, 5m or 1h")
@@ -174,6 +179,11 @@ def _seconds(text: str) -> float:
 
 
 def _allowed(words: list[str]) -> bool:
+    """Return whether --allow names `trajectory`.
+
+    Raises:
+        HastenError: It names something else.
+    """
     for word in words:
         if word != "trajectory":
             raise HastenError(f"--allow {word}: unknown", did_you_mean(word, ("trajectory",)) or "it takes: trajectory")
@@ -187,7 +197,11 @@ def _technique(name: str) -> str:
 
 
 def _compiles(command: list[str]) -> None:
-    """A syntax error is said at once, not after a trial."""
+    """Refuse a script with a syntax error at once, instead of after a trial.
+
+    Raises:
+        HastenError: The script has a syntax error.
+    """
     script = script_of(command)
     if script is None:
         return
@@ -201,7 +215,11 @@ def _compiles(command: list[str]) -> None:
 
 
 def _writable(out: Path) -> None:
-    """Refuse, before the trials, files that cannot be written or hold something else."""
+    """Refuse, before the trials, output files that cannot be written or that hold other content.
+
+    Raises:
+        HastenError: One of them is such a file.
+    """
     from hasten.tuner.proof import is_report
 
     fix = "name another file with --out FILE"

@@ -1,4 +1,4 @@
-"""`hasten watch`: a run that is going on, live, in the browser."""
+"""`hasten watch`: show a running training live in the browser."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def watch(
     port: int = typer.Option(0, min=0, max=65535, help="Port on 127.0.0.1; 0: one that is free.", metavar="N"),
     open_page: bool = typer.Option(False, "--open", help="Open the page in the browser."),
 ) -> None:
-    """Show a run that is going on, as `hasten doctor` would, on a local web page; Ctrl-C ends it, not the run.
+    """Show a running training, as `hasten doctor` would, on a local web page; Ctrl-C ends the page, not the run.
 
-    The run is one started by `hasten run --evidence`, `hasten doctor --evidence`, or a Trainer with a StepMonitor. The
+    The run must be started by `hasten run --evidence`, `hasten doctor --evidence`, or a Trainer with a StepMonitor. The
     page is on 127.0.0.1 only, needs the token in the printed address, and can change nothing.
 
-    From afar: ssh -L 8800:127.0.0.1:8800 HOST hasten watch --port 8800 FOLDER
+    From another machine: ssh -L 8800:127.0.0.1:8800 HOST hasten watch --port 8800 FOLDER
 
     Example: hasten watch runs/today
     """
@@ -35,8 +35,8 @@ def watch(
     print(f"hasten: watching {place.resolve()}; Ctrl-C ends this page, not the run", file=sys.stderr, flush=True)
     if open_page:
         webbrowser.open(served.url)
-    for asked in (signal.SIGINT, signal.SIGTERM):  # a shell's background job is born deaf to Ctrl-C
-        signal.signal(asked, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         served.serve()
     except KeyboardInterrupt:

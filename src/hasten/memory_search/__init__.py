@@ -1,1 +1,1 @@
-"""The cheapest plan under which a training fits into a limit of memory: `hasten tune --memory`."""
+"""`hasten tune --memory`: find the cheapest plan under which a training fits into a memory limit."""

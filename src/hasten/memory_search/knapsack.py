@@ -1,9 +1,9 @@
-"""Which blocks to compute again: those that fit the memory at the least time, by what a trial measured of each.
+"""Choose which blocks to recompute in backward, so that the training fits at the least extra time.
 
-A knapsack of Chen's question (arXiv 1604.06174): keep the activations of blocks that are dear to compute and small to
-hold. While the backward is at a block, all that blocks before it keep is there, and that block's own activations
-whether they were kept or are computed again; what blocks behind it kept has been freed. So the last block costs
-nothing to keep, and of equal blocks the last ones are kept.
+A knapsack for Chen's question (arXiv 1604.06174), with each block's seconds and bytes as a trial measured them: keep
+the activations of blocks that are expensive to compute and small to hold. While the backward is at a block, everything
+that earlier blocks keep is in memory, and so are the block's own activations, kept or recomputed; what later blocks
+kept has been freed. So the last block costs nothing to keep, and among equal blocks the last ones are kept.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from hasten.plan import Setting
 from hasten.techniques.memory.blocks import in_ranges
 from hasten.techniques.recompute.costs import BlockCost
 
-_FINE = 4096  # sizes that are told apart: more than that a trial does not measure
+_FINE = 4096  # memory sizes told apart; a trial does not measure more precisely
 
 
 def computed_again(blocks: Sequence[BlockCost], spare: int, kept: int) -> frozenset[int]:
-    """Return the places, in `blocks`, of those to compute again so that all others may keep their activations.
+    """Return the indices in `blocks` of the blocks to recompute, so that all others can keep their activations.
 
     Args:
-        blocks: As measured where each was computed again.
-        spare: Bytes that the training may have above its peak then.
-        kept: Bytes that all others may keep together, at the end of the forward.
+        blocks: Blocks as measured while every one of them was recomputed.
+        spare: Bytes that the training may use above its peak in that measurement.
+        kept: Bytes that the other blocks may keep together at the end of the forward.
     """
     most = spare + largest(blocks)
     grain = max(1, most // _FINE)
     nanoseconds = _even(blocks)
-    # Kept bytes, by grains -> nanoseconds that it saves, kept bytes, places kept. More bytes only for more time.
+    # Kept bytes in grains -> (nanoseconds saved, bytes kept, blocks kept). A state with more bytes must save more time.
     states: dict[int, tuple[int, int, frozenset[int]]] = {0: (0, 0, frozenset())}
     for place in sorted(range(len(blocks)), key=lambda place: blocks[place].order):
         fitting = [state for state in states.values() if state[1] + blocks[place].bytes <= most]
@@ -46,7 +46,7 @@ def computed_again(blocks: Sequence[BlockCost], spare: int, kept: int) -> frozen
 
 
 def _worth(states: dict[int, tuple[int, int, frozenset[int]]]) -> dict[int, tuple[int, int, frozenset[int]]]:
-    """Leave out what holds more and saves no more."""
+    """Return the states without those that hold more bytes and save no more time than another."""
     left, most = {}, -1
     for size in sorted(states):
         if states[size][0] > most:
@@ -55,7 +55,7 @@ def _worth(states: dict[int, tuple[int, int, frozenset[int]]]) -> dict[int, tupl
 
 
 def _even(blocks: Sequence[BlockCost]) -> list[int]:
-    """Return each block's nanoseconds; of blocks of one class and size the median, so that noise chooses none."""
+    """Return each block's nanoseconds: the median over blocks of its class and size, so that noise does not choose."""
     alike = defaultdict(list)
     for block in blocks:
         alike[block.kind, block.bytes].append(block.seconds)
@@ -63,13 +63,13 @@ def _even(blocks: Sequence[BlockCost]) -> list[int]:
 
 
 def seconds_again(blocks: Sequence[BlockCost], again: Collection[int]) -> float:
-    """Return the seconds of a step that go to computing blocks again, those at these places."""
+    """Return the seconds per step spent on recomputing the blocks with these indices."""
     nanoseconds = _even(blocks)
     return sum(nanoseconds[place] for place in again) / 1e9
 
 
 def bytes_more(blocks: Sequence[BlockCost], again: Collection[int]) -> int:
-    """Return by how many bytes the peak lies above that with all blocks computed again."""
+    """Return how many bytes higher the peak is than with all blocks recomputed."""
     held, peak = 0, 0
     for place in sorted(range(len(blocks)), key=lambda place: blocks[place].order):
         peak = max(peak, held + blocks[place].bytes)
@@ -78,22 +78,24 @@ def bytes_more(blocks: Sequence[BlockCost], again: Collection[int]) -> int:
 
 
 def kept_bytes(blocks: Sequence[BlockCost], again: Collection[int]) -> int:
-    """Return what all other blocks keep together until the backward."""
+    """Return the bytes that all other blocks keep together until the backward."""
     return sum(block.bytes for place, block in enumerate(blocks) if place not in again)
 
 
 def largest(blocks: Sequence[BlockCost]) -> int:
-    """Return the bytes of the block that holds most."""
+    """Return the bytes of the largest block."""
     return max(block.bytes for block in blocks)
 
 
 def as_setting(blocks: Sequence[BlockCost], again: Collection[int], all_blocks: int) -> Setting:
-    """Return the setting of activation_checkpointing that computes these again.
+    """Return the setting of activation_checkpointing that recomputes these blocks.
+
+    True for all blocks, a number for the first ones, else their paths as ranges.
 
     Args:
-        blocks: In the order of the model.
-        again: Places in `blocks`.
-        all_blocks: How many the model has: with those that nobody could measure a number would name others.
+        blocks: Measured blocks, in the model's order.
+        again: Indices in `blocks`.
+        all_blocks: Number of blocks in the model. If some were not measured, a number would name other blocks.
     """
     if len(blocks) == all_blocks and set(again) == set(range(len(again))):
         return True if len(again) == len(blocks) else len(again)

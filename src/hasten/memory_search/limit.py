@@ -1,4 +1,4 @@
-"""How much memory a training may have: what a person says, or what stands in its way."""
+"""Determine how much memory a training may use: the limit that the user names, or the one in force."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OF_THE_PROCESS = {"RLIMIT_AS": "ulimit -v", "RLIMIT_DATA": "ulimit -d"}
 
 @dataclass(frozen=True)
 class Limit:
-    """Memory that a training may have, on the device that it trains on.
+    """Memory that a training may use, on the device that it trains on.
 
     Attributes:
-        size: In bytes.
-        words: The limit as a person knows it.
-        bounds: What each trial's process sets itself, see `hasten.batch.attempt.Attempts`.
+        size: Limit in bytes.
+        words: The limit, as shown to the user.
+        bounds: Limits that each trial's process sets for itself, see `hasten.batch.attempt.Attempts`.
     """
 
     size: int
@@ -29,17 +29,17 @@ class Limit:
 
     @property
     def room(self) -> int:
-        """Bytes that a trial may have: less, so that a long run has some to spare."""
+        """Bytes that a trial may use: 5 % less than the limit, so that a long run has some to spare."""
         return round(self.size * (1 - SPARE))
 
 
 def asked(size: int, on_gpu: bool) -> Limit:
-    """Return the limit that a person named."""
+    """Return the limit that the user named."""
     return Limit(size, gigabytes(size), {"gpu": round(size * (1 - SPARE))} if on_gpu else {})
 
 
 def standing(on_gpu: bool) -> Limit:
-    """Return the limit that there is: of the GPU, the process (`ulimit`), its cgroup or the machine."""
+    """Return the limit in force: of the GPU, the process (`ulimit`), its cgroup or the machine."""
     if on_gpu:
         return Limit(_ALL, "the GPU's memory")
     free, words, bounds = free_bytes(), "", {}

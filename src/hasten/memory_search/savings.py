@@ -1,4 +1,4 @@
-"""Ways to lower a training's memory, cheapest first."""
+"""List the techniques that lower a training's memory, cheapest first, and read which of them acted."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 from hasten.techniques.compute.compile import compiler
 
-_MARK = "left alone: "
+_MARK = "left alone: "  # how a technique's note in the evidence begins if it acted on nothing
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A technique with a setting.
+    """A technique, with a setting that lowers memory.
 
     Attributes:
-        name: Of the technique.
-        setting: With which it lowers memory most.
-        saves: What it lowers, in a few words.
-        instead_of: The technique whose place it takes where that one, with all others, is not enough; "": none.
+        name: Name of the technique.
+        setting: The setting with which it saves the most.
+        saves: What it saves, in a few words.
+        instead_of: Name of the technique it replaces if that one, with all others, is not enough; "": none.
     """
 
     name: str
@@ -43,23 +43,23 @@ _TABLES = Saving(
     "host_embeddings", True, "great embedding tables, with gradients and optimizer state", instead_of=_GRADIENTS.name
 )
 BUDGETS = (0.1, 0.3, 0.5)
-"""Shares of their activations that compiled models keep, the least first."""
+"""Shares of their activations that compiled models keep, ascending."""
 
 
 def within(budget: float) -> Setting:
-    """Return the setting of compile that keeps a share of the activations."""
+    """Return the setting of `compile` that keeps this share of the activations."""
     return {"mode": "default", "activation_budget": budget}
 
 
 def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
-    """Return the savings for a machine, the cheapest first.
+    """Return the savings for a machine, cheapest first.
 
-    bf16 comes last where the hardware has no instructions for it: it is slower there than computing blocks again. What
-    takes the place of another comes behind all: activations on the host, then a compiled model with a budget, then
-    embedding tables on the host, which `optimizer_in_backward` and compiled models cannot be beside.
+    bf16 comes after recomputing blocks if the hardware has no instructions for it, since it is slower there. Savings
+    that replace another come last: activations on the host, then a compiled model with an activation budget, then
+    embedding tables on the host, which exclude `optimizer_in_backward` and compiled models.
 
     Args:
-        machine: On which it trains.
+        machine: The machine that trains.
         only: Names of the techniques to try; empty: all.
     """
     fast = machine.device == "cuda" or not CATALOGUE["precision"].useless("bf16-mixed", machine)
@@ -79,7 +79,7 @@ def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
 
 
 def clash(one: Saving, other: Saving) -> bool:
-    """Whether two savings cannot be in one plan."""
+    """Return whether two savings exclude each other in one plan."""
     return any(
         CATALOGUE[first.name].clashes(first.setting, {second.name: second.setting})
         for first, second in ((one, other), (other, one))
@@ -87,29 +87,29 @@ def clash(one: Saving, other: Saving) -> bool:
 
 
 def in_order(techniques: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return techniques in the order in which they act."""
+    """Return the techniques in the catalogue's order, in which they act."""
     return {name: techniques[name] for name in CATALOGUE if name in techniques}
 
 
 def acting(plan: Mapping[str, Setting], attempt: Attempt) -> set[str]:
     """Return the techniques of a plan that found something to act on in an attempt that ran."""
-    # An allocator is chosen before the process starts, where nobody notes it.
-    noted = {name: _noted(name, attempt) for name in plan}
-    return {name for name, said in noted.items() if name == "allocator" or (said and not said.startswith(_MARK))}
+    # The allocator is set before the process starts, so no note shows whether it acted.
+    notes = {name: _noted(name, attempt) for name in plan}
+    return {name for name, note in notes.items() if name == "allocator" or (note and not note.startswith(_MARK))}
 
 
 def left_alone(plan: Mapping[str, Setting], attempt: Attempt) -> dict[str, str]:
-    """Return the techniques of a plan that act on nothing, and why."""
+    """Return the techniques of a plan that acted on nothing, each with the reason."""
     idle = [name for name in plan if name not in acting(plan, attempt)]
     return {name: _noted(name, attempt).partition(_MARK)[2] or "it found nothing to act on" for name in idle}
 
 
 def blocks_in(attempt: Attempt) -> int:
-    """Return how many blocks an attempt has computed again; 0: none, or nobody knows."""
-    found = re.match(r"(?:(\d+) x )?block(?:,|$)", _noted("activation_checkpointing", attempt))
-    return int(found[1] or 1) if found else 0
+    """Return how many blocks an attempt recomputed; 0 if none, or unknown."""
+    match = re.match(r"(?:(\d+) x )?block(?:,|$)", _noted("activation_checkpointing", attempt))
+    return int(match[1] or 1) if match else 0
 
 
 def _noted(name: str, attempt: Attempt) -> str:
-    """Return what a technique did in an attempt, in the words of `Run.installed`."""
+    """Return the evidence's note on what a technique did in an attempt (`Run.installed`); "" if there is none."""
     return attempt.evidence.installed.get(name, "") if attempt.evidence is not None else ""

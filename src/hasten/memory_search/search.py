@@ -1,4 +1,9 @@
-"""The cheapest plan that fits: plans tried under the limit, each in a process of its own."""
+"""Find the cheapest plan that fits: plans are tried under the limit, each in a separate process.
+
+First all savings together; if that does not fit, nothing does. Then `_up` adds savings, cheapest first, until the
+training fits; `_lighter` and `_other_way` drop those that turn out not to be needed; `_fewer_blocks` and
+`_larger_budget` recompute less. The result is always a plan that a trial ran within the limit.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +21,16 @@ from hasten.memory_search.savings import BUDGETS, Saving, acting, blocks_in, cla
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
-_SLOWER = 1.05  # times the step: bf16 that brings more is kept where it is not needed
+_SLOWER = 1.05  # bf16 that is not needed for memory stays if a step without it takes more than so many times as long
 _MOST_TRIALS = 5  # of sets of blocks
 _NOT_ENOUGH = "it is not enough"
-_COARSE = 64  # of what all blocks hold: nearer to the limit is not looked
+_COARSE = 64  # the search of blocks stops at 1/64 of what all blocks hold
 
 Techniques = dict[str, Setting]
 
 
 class Plans(Protocol):
-    """Trains some steps under a plan: `hasten.batch.attempt.Attempts`."""
+    """Trains some steps under a plan; implemented by `hasten.batch.attempt.Attempts`."""
 
     def run(self, *, plan: Mapping[str, Setting]) -> Attempt:
         """Run one attempt under the limit."""
@@ -37,9 +42,9 @@ class Try:
     """One plan that was tried.
 
     Attributes:
-        plan: Technique -> setting; empty: the script as it is.
-        attempt: What it came to.
-        predicted: Peak in bytes that was expected of it; 0: none was.
+        plan: Technique -> setting; empty: the unchanged script.
+        attempt: The result of the trial.
+        predicted: Predicted peak in bytes; 0: there was no prediction.
     """
 
     plan: Techniques
@@ -53,7 +58,7 @@ class Try:
 
     @property
     def peak(self) -> int:
-        """Greatest memory in bytes, before the training too."""
+        """Peak memory in bytes, including the time before training."""
         return max(self.attempt.peak, self.attempt.before)
 
 
@@ -62,12 +67,12 @@ class SearchResult:
     """The result of the search.
 
     Attributes:
-        limit: What the training may have.
-        tries: In the order in which they were made.
-        chosen: The cheapest that fits.
-        excluded: Techniques that were left out, and why.
-        left: What was not looked at for want of time.
-        interrupted: Ctrl-C ended it; `chosen` is the best until then.
+        limit: The training's memory limit.
+        tries: All tries, in order; the first is the unchanged script.
+        chosen: The cheapest try that fits.
+        excluded: Techniques that were left out -> reason.
+        left: What was not examined, for lack of time or after Ctrl-C.
+        interrupted: Whether Ctrl-C ended the search; `chosen` is then the best so far.
     """
 
     limit: Limit
@@ -79,15 +84,15 @@ class SearchResult:
 
     @property
     def plain(self) -> Try:
-        """The script as it is."""
+        """The try of the unchanged script."""
         return self.tries[0]
 
     def without(self, name: str) -> Try | None:
-        """Return the try of the chosen plan without a technique, or of one with more that did not fit."""
+        """Return the try of the chosen plan without a technique, or of a larger plan without it that did not fit."""
         rest = {other: setting for other, setting in self.chosen.plan.items() if other != name}
-        return next((one for one in self.tries if settings_of(one.plan) == settings_of(rest)), None) or cannot_fit(
-            rest, self.tries
-        )
+        return next(
+            (tried for tried in self.tries if settings_of(tried.plan) == settings_of(rest)), None
+        ) or cannot_fit(rest, self.tries)
 
 
 def find_plan(
@@ -100,31 +105,29 @@ def find_plan(
 ) -> SearchResult:
     """Find the cheapest plan under which a training fits.
 
-    All savings together first: where that does not fit nothing does. Then one saving after the other, the cheapest
-    first, until it fits; then without each that may not be needed, and with those blocks computed again that fit at
-    the least time. Every answer is a trial under the limit.
+    See the module's docstring for the order of the trials.
 
     Args:
-        plans: Makes the trials.
-        limit: Of the training's memory.
-        savings: What lowers it, the cheapest first.
-        say: Gets a line for each trial.
-        until: On the monotonic clock: what is not looked at by then is named in the answer.
-        ran_out: How the script as it is has run out of memory, where that is known; "": it is tried.
+        plans: Runs the trials.
+        limit: The training's memory limit.
+        savings: Techniques that lower memory, cheapest first.
+        say: Receives a line for each trial.
+        until: Time on the monotonic clock at which the search ends; the result names what was not examined by then.
+        ran_out: How the unchanged script ran out of memory, if that is known already; "": it is tried.
 
     Raises:
-        HastenError: The script fails without any plan, or fits under no plan.
+        HastenError: The script itself fails, or fits under no plan.
     """
     search = _PlanSearch(plans, limit, savings, say, until)
     return search.run(Try({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
 
 
 class _Late(Exception):  # noqa: N818 - no error: the time is over
-    """There is no time for another trial."""
+    """Raised when there is no time for another trial."""
 
 
 class _PlanSearch:
-    """One search as it goes on."""
+    """State and steps of one search. `_spare` savings may replace one of `_savings` if all those are not enough."""
 
     def __init__(
         self, plans: Plans, limit: Limit, savings: Sequence[Saving], say: Callable[[str], None], until: float
@@ -139,6 +142,7 @@ class _PlanSearch:
         self._longest = 0.0
 
     def run(self, plain: Try | None) -> SearchResult:
+        """Search; `plain` is the unchanged script's try if its outcome is known."""
         if plain is None:
             plain = self._try({})
         else:
@@ -171,8 +175,13 @@ class _PlanSearch:
     # -- trials --------------------------------------------------------------------------------------------
 
     def _try(self, techniques: Techniques, predicted: int = 0, in_any_case: bool = False) -> Try:
+        """Run a plan under the limit, or return its earlier try.
+
+        Raises:
+            _Late: A trial as long as the longest so far would end too late (not with `in_any_case`).
+        """
         plan = in_order(techniques)
-        known = [one for one in self._tries if settings_of(one.plan) == settings_of(plan)]
+        known = [tried for tried in self._tries if settings_of(tried.plan) == settings_of(plan)]
         if known:
             return known[0]
         start = time.monotonic()
@@ -186,20 +195,20 @@ class _PlanSearch:
         return done
 
     def _cheapest(self) -> Try:
-        """Return the cheapest so far, without techniques that act on nothing."""
-        fitting = [one for one in self._tries if one.fits]
-        needed = [one for one in fitting if not any(_is_lighter(other, one) for other in fitting)]
-        found = min(needed, key=lambda one: one.attempt.seconds)
-        acts = {name: setting for name, setting in found.plan.items() if name not in self._excluded}
-        return Try(acts, found.attempt, found.predicted)
+        """Return the cheapest try so far, without techniques that act on nothing."""
+        fitting = [tried for tried in self._tries if tried.fits]
+        needed = [tried for tried in fitting if not any(_is_lighter(other, tried) for other in fitting)]
+        cheapest = min(needed, key=lambda tried: tried.attempt.seconds)
+        acts = {name: setting for name, setting in cheapest.plan.items() if name not in self._excluded}
+        return Try(acts, cheapest.attempt, cheapest.predicted)
 
     # -- all of them ---------------------------------------------------------------------------------------
 
     def _all(self) -> Try:
-        """Try all savings, without those that fail; keep those that act.
+        """Try all savings together; exclude those that fail, and keep those that act.
 
         Raises:
-            HastenError: It does not fit.
+            HastenError: The training does not fit even so.
         """
         while self._savings:
             tried = self._try({saving.name: saving.setting for saving in self._savings}, in_any_case=True)
@@ -210,7 +219,7 @@ class _PlanSearch:
                 return tried
             if tried.attempt.outcome == "out of memory":
                 without = {saving.name: saving.setting for saving in self._savings if saving.name != "precision"}
-                # Casts of many weights may take more than 16-bit activations save.
+                # bf16 casts of many weights may take more memory than 16-bit activations save.
                 if len(without) < len(self._savings) and self._try(without, in_any_case=True).fits:
                     self._exclude("precision", "it takes more memory than it saves here")
                 elif self._spare:
@@ -223,32 +232,37 @@ class _PlanSearch:
         raise self._hopeless()
 
     def _culprit(self, tried: Try) -> str:
-        """Which technique fails: the one that its error names, or else the one that changes most, or takes longest."""
+        """Return the technique that failed: named in the error, or changing most; for a timeout, the most expensive."""
         if tried.attempt.outcome == "timeout":
             return self._savings[-1].name
         by_name = next((name for name in tried.plan if f"hasten: {name}:" in tried.attempt.reason), "")
         return by_name or next(name for name in reversed(_BY_CHANGE) if name in tried.plan)
 
     def _exclude(self, name: str, why: str) -> None:
+        """Leave a technique out; spare savings that replace it come into use."""
         self._excluded[name] = why
         free = [saving for saving in self._spare if saving.instead_of == name]
         self._spare = [saving for saving in self._spare if saving not in free]
         self._savings = [saving for saving in self._savings if saving.name != name] + free
 
     def _replace_by(self, spare: Saving) -> None:
-        """Put a saving in the place of its own and of those that clash with it; what these had replaced comes back."""
+        """Use a spare saving instead of the one it replaces and of those it clashes with.
+
+        Savings that the clashing ones had replaced come back, unless they were excluded because they fail.
+        """
         clashing = [saving for saving in self._savings if saving.name != spare.instead_of and clash(saving, spare)]
         for name in (spare.instead_of, *(saving.name for saving in clashing)):
             self._exclude(name, f"{_NOT_ENOUGH}: {spare.name} was tried in its place")
         for name in [saving.instead_of for saving in clashing]:
-            if self._excluded.get(name, "").startswith(_NOT_ENOUGH):  # rather than that it fails
+            if self._excluded.get(name, "").startswith(_NOT_ENOUGH):
                 del self._excluded[name]
                 self._savings += [saving for saving in self._all_savings if saving.name == name]
         self._savings.sort(key=self._all_savings.index)
 
     def _hopeless(self) -> HastenError:
-        ran_out = [one for one in self._tries if one.attempt.outcome == "out of memory"]
-        most = max(ran_out, key=lambda one: len(one.plan))
+        """Return the error that the training fits under no plan."""
+        ran_out = [tried for tried in self._tries if tried.attempt.outcome == "out of memory"]
+        most = max(ran_out, key=lambda tried: len(tried.plan))
         lines = [f"the training does not fit into {self._limit.words}, not even under {in_words(most.plan)}"]
         lines += what_holds_it(most.attempt)
         lines += [f"{name} was left out: {why}" for name, why in self._excluded.items()]
@@ -260,7 +274,7 @@ class _PlanSearch:
     # -- the cheapest of them ------------------------------------------------------------------------------
 
     def _up(self, best: Try) -> Try:
-        """One saving after the other, until it fits."""
+        """Add one saving after the other, cheapest first, until the training fits."""
         for count in range(1, len(self._savings)):
             tried = self._try({saving.name: saving.setting for saving in self._savings[:count]})
             if tried.fits:
@@ -268,19 +282,19 @@ class _PlanSearch:
         return self._try({saving.name: saving.setting for saving in self._savings}) if self._savings else best
 
     def _lighter(self, best: Try) -> Try:
-        """Without each technique that is not needed, the dearest first. bf16 stays where it makes steps shorter."""
+        """Drop each technique that is not needed, most expensive first. bf16 stays if it makes steps shorter."""
         for name in [saving.name for saving in reversed(self._savings) if saving.name in best.plan]:
             rest = {other: setting for other, setting in best.plan.items() if other != name}
             if cannot_fit(rest, self._tries):
                 continue
             tried = self._try(rest)
-            # The others never make steps shorter: what a busy machine seems to say of them does not count.
+            # Only bf16 is judged by time: the others never make steps shorter, whatever a busy machine shows.
             if tried.fits and (name != "precision" or tried.attempt.seconds <= _SLOWER * best.attempt.seconds):
                 best = tried
         return best
 
     def _other_way(self, best: Try) -> Try:
-        """Without the dearest saving, but with those above it: what is dear here may not be what mostly is."""
+        """Try savings ranked above the plan's most expensive one in its place: here they may be the cheaper ones."""
         dearest = next((saving for saving in reversed(self._savings) if saving.name in best.plan), None)
         if dearest is None or dearest is self._savings[-1]:
             return best
@@ -288,27 +302,28 @@ class _PlanSearch:
         if not tried.fits:
             return best
         tried = self._lighter(tried)
-        return min(best, tried, key=lambda one: one.attempt.seconds)
+        return min(best, tried, key=lambda each: each.attempt.seconds)
 
     def _fewer_blocks(self, best: Try) -> Try:
-        """Compute again only the blocks that the knapsack names.
+        """Recompute only the blocks that the knapsack chooses.
 
-        How much the others may keep together is what trials say: first all that the backward leaves room for, then,
-        where the forward's end needs more than that (large logits), what is left below the limit with all blocks
-        computed again, then between what fitted and what did not.
+        Trials show how many bytes the other blocks may keep together. The first trial lets them keep all that the
+        backward leaves room for. If the end of the forward needs more memory than that (large logits), the next allows
+        what is left below the limit with all blocks recomputed; further trials bisect between what fitted and what
+        did not.
         """
         name, blocks = "activation_checkpointing", best.attempt.blocks
         if best.plan.get(name) is not True or len(blocks) < 2:
             return best
         count, least, fits = blocks_in(best.attempt), best.peak, frozenset(range(len(blocks)))
         spare = self._limit.room - least
-        low, high = 0, kept_bytes(blocks, ())  # all kept does not fit, or the plan would not need the technique
+        low, high = 0, kept_bytes(blocks, ())  # keeping all does not fit, or the plan would not need the technique
         kept, grain, trials = spare + largest(blocks), max(1, high // _COARSE), 0
         while trials < _MOST_TRIALS and high - low > grain:
             kept = min(max(kept, low), high - 1)
             again = computed_again(blocks, spare, kept)
             if seconds_again(blocks, again) >= seconds_again(blocks, fits):
-                low, kept = kept, (kept + high) // 2 + 1  # nothing cheaper up to there
+                low, kept = kept, (kept + high) // 2 + 1  # nothing cheaper up to there: no trial needed
                 continue
             trials += 1
             predicted = least + bytes_more(blocks, again)
@@ -323,10 +338,10 @@ class _PlanSearch:
         return best
 
     def _larger_budget(self, best: Try) -> Try:
-        """Have compiled models keep as much of their activations as fits."""
+        """Let compiled models keep the largest share of their activations that fits."""
         if "compile" not in best.plan:
             return best
-        for budget in reversed(BUDGETS[1:]):  # each is tried: a larger budget may come to a smaller peak
+        for budget in reversed(BUDGETS[1:]):  # all of them, since a larger budget may have the smaller peak
             tried = self._try({**best.plan, "compile": within(budget)})
             if tried.fits:
                 return tried
@@ -337,23 +352,24 @@ _BY_CHANGE = (
     "no_grad_validation", "allocator", "chunked_loss", "precision", "activation_offload", "activation_checkpointing",
     "optimizer_in_backward", "compile", "host_embeddings",
 )  # fmt: skip
+"""Techniques from the one that changes the training least to the one that changes it most."""
 
 
 def _is_lighter(one: Try, other: Try) -> bool:
-    """Whether a plan is a part of another, and both or neither compute in 16 bits."""
+    """Return whether a plan is a proper part of another, and both or neither use `precision`."""
     part = settings_of(one.plan) < settings_of(other.plan)
     return part and ("precision" in one.plan) == ("precision" in other.plan)
 
 
 def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
-    """Return a plan's settings as a plan file has them, for comparisons: in Python, `True` equals 1 block."""
+    """Return a plan's settings as written in a plan file, for comparisons: in Python, `True` equals 1 (block)."""
     return frozenset((name, toml_value(setting)) for name, setting in plan.items())
 
 
 def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
-    """Return a try that did not fit of a plan that holds all of this one, and more; None where there is none.
+    """Return a try of a larger plan that includes this one and did not fit, so that this one cannot; None without one.
 
-    With 16 bits on one side only there is no telling: casts of many weights may take more than activations save.
+    Plans that differ in `precision` are not compared: bf16 casts of many weights may take more than activations save.
     """
     for tried in tries:
         if _is_lighter(Try(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
@@ -362,7 +378,7 @@ def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
 
 
 def _within(attempt: Attempt, limit: Limit) -> Attempt:
-    """Return the attempt; as out of memory where its exact peak, which only it sees itself, was above the room."""
+    """Return the attempt, as "out of memory" if its exact peak exceeded the room; the guard's polling may miss that."""
     peak = max(attempt.peak, attempt.before)
     if attempt.outcome != "ok" or attempt.device == "cuda" or peak <= limit.room:
         return attempt
@@ -370,12 +386,12 @@ def _within(attempt: Attempt, limit: Limit) -> Attempt:
 
 
 def in_words(plan: Mapping[str, Setting]) -> str:
-    """Return a plan in a line."""
+    """Format a plan in one line."""
     return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.items()) or "the script as it is"
 
 
 def came_to(tried: Try) -> str:
-    """Return what a try came to, in a few words."""
+    """Format the result of a try: its peak and time, or how it failed."""
     if tried.fits:
         return f"{tried.peak / 1e6:.0f} MB, {tried.attempt.seconds * 1e3:.1f} ms a step"
     return f"{tried.attempt.outcome} ({tried.attempt.reason})" if tried.attempt.reason else tried.attempt.outcome

@@ -1,4 +1,4 @@
-"""The result of a search for a plan that fits: in words, as JSON, and as a plan."""
+"""Describe the result of a search for a plan that fits: as lines for a terminal, as JSON, and as a plan."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCHEMA = "hasten-memory/1"
 
 
 def lines(found: SearchResult, command: tuple[str, ...], out: str) -> list[str]:
-    """Return the page for a terminal.
+    """Return the result as lines for a terminal.
 
     Args:
-        found: What the search came to.
-        command: The training's own command line.
-        out: The plan's file, as a person names it.
+        found: The search's result.
+        command: The training's command line.
+        out: Path of the plan file, as the user gave it.
     """
     if not found.chosen.plan:
         return [
@@ -44,16 +44,16 @@ def lines(found: SearchResult, command: tuple[str, ...], out: str) -> list[str]:
     for name, setting in chosen.plan.items():
         page.append(f"  {name:<26}{CATALOGUE[name].effect_of(setting):<12}{_without(found, name)}")
     page += ["", "what was tried:", f"{'peak':>12}{'ms a step':>12}   plan"]
-    page += [_row(one) for one in found.tries]
+    page += [_row(tried) for tried in found.tries]
     page += [f"left out: {name}: {why}" for name, why in found.excluded.items()]
-    page += [f"not looked at: {what}" for what in found.left]
+    page += [f"not looked at: {sentence}" for sentence in found.left]
     plan = [] if out == DEFAULT_NAME else ["--plan", out]
     page += ["", *_unchecked(found), f"Run it: {shlex.join(['hasten', 'run', *plan, *command])}"]
     return page
 
 
 def as_json(found: SearchResult, command: tuple[str, ...]) -> dict[str, Any]:
-    """Return plain data, for a file."""
+    """Return the result as plain data for a file."""
     return {
         "schema": SCHEMA,
         "command": list(command),
@@ -68,14 +68,14 @@ def as_json(found: SearchResult, command: tuple[str, ...]) -> dict[str, Any]:
         "checked": False,
         "tries": [
             {
-                "plan": dict(one.plan),
-                "outcome": one.attempt.outcome,
-                "reason": one.attempt.reason,
-                "peak_bytes": one.peak if one.fits else None,
-                "predicted_peak_bytes": one.predicted or None,
-                "step_seconds": one.attempt.seconds if one.fits else None,
+                "plan": dict(tried.plan),
+                "outcome": tried.attempt.outcome,
+                "reason": tried.attempt.reason,
+                "peak_bytes": tried.peak if tried.fits else None,
+                "predicted_peak_bytes": tried.predicted or None,
+                "step_seconds": tried.attempt.seconds if tried.fits else None,
             }
-            for one in found.tries
+            for tried in found.tries
         ],
         "left_out": dict(found.excluded),
         "not_looked_at": list(found.left),
@@ -84,7 +84,7 @@ def as_json(found: SearchResult, command: tuple[str, ...]) -> dict[str, Any]:
 
 
 def plan_of(found: SearchResult, command: tuple[str, ...], machine: Machine, torch: str) -> Plan:
-    """Return the plan, with what each technique brought as comments."""
+    """Return the chosen plan, with a comment on each technique: its effect, and the result without it."""
     chosen = found.chosen
     made = {
         "command": shorten(" ".join(command)),
@@ -104,7 +104,7 @@ def plan_of(found: SearchResult, command: tuple[str, ...], machine: Machine, tor
 
 
 def _rising(found: SearchResult) -> list[str]:
-    """Say that what fits in a short trial will not in a long run."""
+    """Return a warning that the plan fits a short trial but not a long run; empty if memory does not rise."""
     grows = found.chosen.attempt.grows
     return [f"BUT {rises(grows, found.limit.size - found.chosen.peak)}"] if grows else []
 
@@ -114,10 +114,11 @@ def _predicted(tried: Try) -> str:
 
 
 def _without(found: SearchResult, name: str) -> str:
-    """Say what the plan is without a technique."""
+    """Return the result of the chosen plan without a technique."""
     tried = found.without(name)
     if tried is None:
         return "not tried"
+    # A larger plan than "the chosen one without it" did not fit, so neither would that.
     more = "" if len(tried.plan) < len(found.chosen.plan) else f", even under {in_words(tried.plan)}"
     return came_to(tried) + more
 

@@ -1,1 +1,1 @@
-"""Terminal and HTML views of what was measured."""
+"""Terminal and HTML views of the core results: proofs, checks, cluster plans, target searches."""

@@ -1,4 +1,7 @@
-"""Inline SVG drawings of a proof, by plain functions; empty where there is nothing to draw."""
+"""Draw the charts of a tune's report as inline SVG: phases, effects, losses, pairs, parity.
+
+Each `*_chart` function returns empty markup if the proof holds nothing to draw.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Losses = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from `start` to `end`, in the data's own unit. `kind` is its class in the style sheet."""
+    """A bar from `start` to `end`, in the data's unit. `kind` is its CSS class."""
 
     label: str
     start: float
@@ -29,7 +32,10 @@ class Bar:
 
 
 def phase_bars(proof: Proof) -> dict[str, list[Bar]]:
-    """Per side the stacked bars of a step, in seconds: each begins where the one before ends."""
+    """Return the stacked phase bars (seconds) of a step for each side, "baseline" and "plan".
+
+    Each bar starts at the previous bar's end. A side without phases is left out.
+    """
     sides: dict[str, list[Bar]] = {"baseline": [], "plan": []}
     for row in phases(proof):
         kind = phase_class(row.name)
@@ -40,7 +46,7 @@ def phase_bars(proof: Proof) -> dict[str, list[Bar]]:
 
 
 def phase_chart(proof: Proof) -> Markup:
-    """Stacked bars of a step before and after, on one scale."""
+    """Draw a step's phases before and after as stacked bars on one scale."""
     sides = phase_bars(proof)
     if not sides:
         return Markup()
@@ -58,9 +64,10 @@ def phase_chart(proof: Proof) -> Markup:
 
 
 def effect_chart(rows_shown: Sequence[Row]) -> Markup:
-    """Return how many times faster a step is with each technique than without: a dot, and the interval as a bar.
+    """Draw how many times faster a step is with each technique than without: a dot, and its interval as a bar.
 
-    Logarithmic: equal lengths are equal factors. The upright line is 1x; what crosses it may be no gain at all.
+    The scale is logarithmic: equal lengths are equal factors. The vertical line marks 1x; a technique whose interval
+    crosses it may be no gain at all.
     """
     shown = [
         row for row in rows_shown if all(words.known(end) and (end or 0) > 0 for end in (row.ratio, row.low, row.high))
@@ -75,10 +82,10 @@ def effect_chart(rows_shown: Sequence[Row]) -> Markup:
     descriptions = []
     for number, row in enumerate(shown):
         top = number * 40
-        what = row.name if row.kept else f"{row.name} = {row.setting}, not kept"
+        label = row.name if row.kept else f"{row.name} = {row.setting}, not kept"
         effect = f"{row.brings}, helps: {row.sure}"
-        descriptions.append(f"{what} {row.brings} ({row.interval}), helps: {row.sure}")
-        parts += [text("label halo", 0, top + 15, what), text("value halo", 100, top + 15, effect)]
+        descriptions.append(f"{label} {row.brings} ({row.interval}), helps: {row.sure}")
+        parts += [text("label halo", 0, top + 15, label), text("value halo", 100, top + 15, effect)]
         side = "plan" if row.kept else "baseline"
         parts.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, descriptions[-1]))
         parts.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, descriptions[-1]))
@@ -86,7 +93,7 @@ def effect_chart(rows_shown: Sequence[Row]) -> Markup:
 
 
 def curve_chart(curves: Curves) -> Markup:
-    """Training loss by step: the baseline's seeds as a band with their mean, the plan's seeds as lines."""
+    """Draw the training loss by step: the baseline's seeds as a band with their mean, the plan's seeds as lines."""
     baseline = [_known(curves.steps, losses) for losses in curves.baseline]
     plan = [_known(curves.steps, losses) for losses in curves.plan]
     values = [loss for losses in [*baseline, *plan] for _, loss in losses]
@@ -111,7 +118,7 @@ def curve_chart(curves: Curves) -> Markup:
 
 
 def pair_chart(pairs: Sequence[Pair]) -> Markup:
-    """Seconds per step of each pair of processes: a dot a side, joined; from 0."""
+    """Draw the seconds per step of each pair of processes: one dot per side, joined, on a scale from 0."""
     longest = max((max(pair.baseline, pair.plan) for pair in pairs), default=0.0)
     if not longest > 0:
         return Markup()
@@ -133,7 +140,10 @@ def pair_chart(pairs: Sequence[Pair]) -> Markup:
 
 
 def parity_chart(check: ParityCheck) -> Markup:
-    """One compared quantity: how much higher it was under the plan, a dot a pair, the mean with its interval."""
+    """Draw one parity check: the relative change under the plan, a dot per pair, and the mean with its interval.
+
+    The shaded band covers mean changes too small for the check to detect.
+    """
     pairs = [y / x - 1 for x, y in zip(check.baseline, check.plan, strict=False) if x and words.known(y / x)]
     ends = [check.change, check.low, check.high, *pairs]
     if not pairs or not all(words.known(value) for value in ends):
@@ -148,7 +158,7 @@ def parity_chart(check: ParityCheck) -> Markup:
     parts += columns(scale, 60, words.signed)
     parts.append(rect("as-it-was", (scale(0.0) - 0.1, scale(0.0) + 0.1), 0, 60, "no change"))
     parts += [
-        dot("dot-baseline", scale(each), 17, f"pair {n}: {words.signed(each)}") for n, each in enumerate(pairs, 1)
+        dot("dot-baseline", scale(share), 17, f"pair {n}: {words.signed(share)}") for n, share in enumerate(pairs, 1)
     ]
     parts.append(rect("span-plan", (scale(check.low), scale(check.high)), 41, 4, mean))
     parts.append(dot("dot-plan", scale(check.change), 43, mean))
@@ -156,12 +166,12 @@ def parity_chart(check: ParityCheck) -> Markup:
 
 
 def _known(steps: Sequence[int], losses: Sequence[float]) -> Losses:
-    """The points of one seed that can be drawn."""
+    """Return one seed's (step, loss) points, without losses that are NaN or infinite."""
     return [(step, loss) for step, loss in zip(steps, losses, strict=False) if words.known(loss)]
 
 
 def _band(seeds: Sequence[Losses]) -> tuple[Losses, Losses, Losses]:
-    """Lowest, mean and highest loss over the seeds that have a step."""
+    """Return the lowest, mean and highest loss at each step, over the seeds that have a point there."""
     by_step: dict[int, list[float]] = {}
     for step, loss in sorted(chain.from_iterable(seeds)):
         by_step.setdefault(step, []).append(loss)

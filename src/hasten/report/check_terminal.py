@@ -1,4 +1,4 @@
-"""One screen that says what a check found."""
+"""Print a check's result to a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
 def show(found: Checked, console: Console) -> None:
-    """Print what a check found: whether the plan changes the training, what differs first, and what was compared.
+    """Print a check's result: whether the plan changes the training, the first difference, and what was compared.
 
     Args:
         found: The check's result.

@@ -1,4 +1,4 @@
-"""One screen that shows a training on N devices, as planned on paper."""
+"""Print a cluster plan (`hasten plan-cluster`): a training's predicted time on N devices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from hasten.planner.cluster import MEASURED, ClusterPlan, Row
 from hasten.report.screen import Screen
 from hasten.report.words import NONE, clean, duration, percent, size
 
-_ROOM = 10
+_ROOM = 10  # columns for a line's label
 _WIDTHS = {"devices": 7, "strategy": -12, "step": 8, "waits": 8, "efficiency": 10, "memory": 11, "time": 11, "cost": 11}
+"""Column widths of the table, in characters; a negative width aligns to the left."""
 
 
 def show(found: ClusterPlan, source: str, console: Console) -> None:
-    """Print a plan: what was measured, the table, what was assumed.
+    """Print a plan: the measurements it rests on, the table, and the assumptions.
 
     Args:
         found: The plan.
-        source: Name of the evidence.
+        source: Name of the evidence that the plan was computed from.
         console: Where to print; its width, colours and encoding are respected.
     """
     screen = Screen(console)

@@ -1,4 +1,7 @@
-"""The course of a search as a picture: blocks over time, how fast each ran, and what was on in it."""
+"""Draw the course of a search: its blocks over time, the pace of each, and which techniques were on.
+
+A block's pace is how many times faster it ran than the plain blocks, those in which no technique was on.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ _STRIP = 30
 
 
 def plain_step(blocks: Iterable[Block]) -> float | None:
-    """Seconds per step of the script as it was: the median of the blocks in which nothing was on.
+    """Return the unchanged script's seconds per step: the median of the blocks in which no technique was on.
 
-    Of those that nobody disturbed, where there are such.
+    Undisturbed blocks are used if there are any. None if no such block gave a usable time.
     """
     plain = [block for block in blocks if not block.on and _good(block)]
     quiet = [block for block in plain if not block.disturbed]
@@ -27,26 +30,29 @@ def plain_step(blocks: Iterable[Block]) -> float | None:
 
 
 def pace(block: Block, plain: float | None) -> float | None:
-    """Return how many times faster a block ran than the script as it was, roughly; None where that is not known.
+    """Return roughly how many times faster a block ran than the unchanged script; None if unknown.
 
-    The claim compares blocks that ran one after the other: it may be lower than the best of these.
+    The claim compares blocks that ran one right after the other, so it may be lower than the best pace.
     """
     return plain / block.step_seconds if plain and _good(block) else None
 
 
 def part_class(part: str) -> str:
-    """The style class of a part, which gives its colour."""
+    """Return the CSS class of a part of the search, which sets its colour."""
     return f"part-{part.replace(' ', '-')}" if part in PARTS else "part-other"
 
 
 def parts_of(blocks: Iterable[Block]) -> list[str]:
-    """The parts that occur, in order."""
-    found = {block.part for block in blocks}
-    return [part for part in PARTS if part in found] + sorted(found - set(PARTS))
+    """Return the parts of the search that occur in `blocks`, in order; unknown parts come last."""
+    occurring = {block.part for block in blocks}
+    return [part for part in PARTS if part in occurring] + sorted(occurring - set(PARTS))
 
 
 def course_chart(proof: Proof) -> Markup:
-    """Blocks over the seconds of the tune: their pace above, what was on in them below; empty without any."""
+    """Draw the blocks over the tune's seconds: their pace above, the techniques that were on below.
+
+    Returns empty markup if no block has a pace.
+    """
     blocks = [block for block in proof.blocks if words.known(block.at) and words.known(block.seconds)]
     plain = plain_step(blocks)
     paces = [each for block in blocks if (each := pace(block, plain)) is not None]
@@ -61,7 +67,7 @@ def course_chart(proof: Proof) -> Markup:
         parts += _strip(name, spans, across, height)
         height += _STRIP
     parts = [*columns(across, height, words.duration), *parts]
-    return svg("The course of the search", _told(blocks, paces), height + 22, parts)
+    return svg("The course of the search", _described(blocks, paces), height + 22, parts)
 
 
 def _good(block: Block) -> bool:
@@ -69,24 +75,25 @@ def _good(block: Block) -> bool:
 
 
 def _grid(up: Scale) -> list[Markup]:
-    """Level lines at round paces; the one of the script as it was stands out."""
+    """Return horizontal grid lines at round paces, with 1x (the unchanged script) emphasized."""
     lines: list[Markup] = []
+    # 1x gets a line of its own, so ticks at or next to it are left out.
     for tick in [*(tick for tick in up.ticks() if abs(tick - 1) > 0.04), 1.0]:
-        y, own = up(tick) * _PLOT / 100, tick == 1
-        lines.append(rect("as-it-was" if own else "grid", (0, 100), y - 0.5, 1.5 if own else 1))
-        lines.append(text("tick halo", 0, y - 4, "1x, the script as it was" if own else f"{tick:g}x"))
+        y, unchanged = up(tick) * _PLOT / 100, tick == 1
+        lines.append(rect("as-it-was" if unchanged else "grid", (0, 100), y - 0.5, 1.5 if unchanged else 1))
+        lines.append(text("tick halo", 0, y - 4, "1x, the script as it was" if unchanged else f"{tick:g}x"))
     return lines
 
 
 def _claimed(proof: Proof) -> tuple[float, ...]:
-    """The claim with the ends of its interval; nothing where nothing is claimed."""
+    """Return the claim as (low, ratio, high); empty if no technique was kept or an end is not known."""
     ratio = proof.speedup
     known = all(words.known(end) and end > 0 for end in (ratio.low, ratio.ratio, ratio.high))
     return (ratio.low, ratio.ratio, ratio.high) if proof.techniques and known else ()
 
 
 def _claim(claim: Sequence[float], up: Scale) -> list[Markup]:
-    """The interval of the claim as a band over the whole time, so that one sees which paces it bears out."""
+    """Return the claim's interval as a band over the whole width, to compare the blocks' paces with."""
     if not claim:
         return []
     low, middle, high = (up(end) * _PLOT / 100 for end in claim)
@@ -98,6 +105,7 @@ def _claim(claim: Sequence[float], up: Scale) -> list[Markup]:
 def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Scale) -> list[Markup]:
     parts = []
     for block in blocks:
+        # A very short block keeps a visible width.
         ends = (across(block.at), max(across(block.at + block.seconds), across(block.at) + 0.35))
         ratio = pace(block, plain)
         if ratio is None:
@@ -116,32 +124,35 @@ def _blocks(blocks: Sequence[Block], plain: float | None, across: Scale, up: Sca
 
 
 def _strip(name: str, spans: Sequence[tuple[float, float, str]], across: Scale, top: float) -> list[Markup]:
-    """One technique: when it was on."""
+    """Return the strip of one technique: the spans of time in which it was on."""
     parts = [text("label halo", 0, top + 18, name), rect("off", (0, 100), top + 23, 5)]
-    for start, end, what in spans:
-        description = f"{what} on from {words.duration(start)} to {words.duration(end)}"
+    for start, end, switched in spans:
+        description = f"{switched} on from {words.duration(start)} to {words.duration(end)}"
         parts.append(rect("on", (across(start), max(across(end), across(start) + 0.35)), top + 23, 5, description))
     return parts
 
 
 def _spans(proof: Proof, blocks: Sequence[Block]) -> dict[str, list[tuple[float, float, str]]]:
-    """When each technique was on, those of the plan first; blocks that follow each other are one span."""
-    names = [one.name for one in proof.techniques] + [what.partition("=")[0] for block in blocks for what in block.on]
-    on_somewhere = {what.partition("=")[0] for block in blocks for what in block.on}
+    """Return when each technique was on, the plan's techniques first. Consecutive blocks merge into one span."""
+    names = [technique.name for technique in proof.techniques] + [
+        entry.partition("=")[0] for block in blocks for entry in block.on
+    ]
+    on_somewhere = {entry.partition("=")[0] for block in blocks for entry in block.on}
     return {words.clean(name): _on_from(name, blocks) for name in dict.fromkeys(names) if name in on_somewhere}
 
 
 def _on_from(name: str, blocks: Sequence[Block]) -> list[tuple[float, float, str]]:
+    """Return (start, end, entry) of each span in which a technique was on with one setting."""
     spans: list[tuple[float, float, str]] = []
-    going_on = ""
+    previous = ""
     for block in blocks:
-        what = next((each for each in block.on if each.partition("=")[0] == name), "")
+        entry = next((each for each in block.on if each.partition("=")[0] == name), "")
         end = block.at + block.seconds
-        if what and what == going_on:
+        if entry and entry == previous:
             spans[-1] = (spans[-1][0], end, spans[-1][2])
-        elif what:
-            spans.append((block.at, end, words.clean(what)))
-        going_on = what
+        elif entry:
+            spans.append((block.at, end, words.clean(entry)))
+        previous = entry
     return spans
 
 
@@ -153,7 +164,7 @@ def _on(block: Block) -> str:
     return words.clean(", ".join(block.on)) or "the script as it was"
 
 
-def _told(blocks: Sequence[Block], paces: Sequence[float]) -> str:
+def _described(blocks: Sequence[Block], paces: Sequence[float]) -> str:
     counts = [f"{words.clean(part)} {sum(block.part == part for block in blocks)}" for part in parts_of(blocks)]
     failed = sum(not _good(block) for block in blocks)
     disturbed = sum(block.disturbed for block in blocks)

@@ -1,4 +1,4 @@
-"""A proof as one HTML page that opens offline: no script, no font, no picture from elsewhere."""
+"""Render a proof as one self-contained HTML page: no external scripts, fonts or images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.tuner.proof import Answer, Proof
 
 
 def render(proof: Proof) -> str:
-    """The whole page as text; paths are relative to the working folder."""
+    """Return the page's HTML. Paths are shown relative to the working directory."""
     proof = proof.without_paths()
     rows = verdict.phases(proof)
     template = environment().get_template("report.html.j2")
@@ -37,7 +37,7 @@ def render(proof: Proof) -> str:
 
 
 def write(proof: Proof, path: Path) -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Raises:
         HastenError: The folder cannot be written to.

@@ -1,4 +1,4 @@
-"""Makes HTML pages: templates in which all text is escaped, and a file written whole."""
+"""Render HTML pages from templates that escape all text, and write them atomically."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hasten.report import words
 
 
 def environment(*folders: Path) -> Environment:
-    """Return a Jinja environment in which every value is escaped, and cleaned of what could break the page.
+    """Return a Jinja environment that escapes every value and replaces its control characters.
 
     Args:
-        folders: Where templates lie beside those of every page.
+        folders: Folders with further templates, beside those shared by every page.
     """
     return Environment(
         loader=FileSystemLoader([Path(__file__).with_name("templates"), *folders]),
@@ -29,13 +29,14 @@ def environment(*folders: Path) -> Environment:
 
 
 def _shown(value: Any) -> Any:
+    """Clean a text on its way into a page. Markup passes unchanged."""
     return words.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write a page, whole or not at all.
+    """Write a page atomically.
 
     Raises:
-        HastenError: The folder cannot be written to, or the file holds something else.
+        HastenError: The folder cannot be written to, or the file exists and is not a page of hasten's.
     """
     files.write_own(path, text, "the report", files.is_page)

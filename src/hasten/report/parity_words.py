@@ -1,4 +1,4 @@
-"""Whether the result stays the same, in sentences: gradients, losses of paired runs, and what goes unseen."""
+"""Say in sentences whether a plan keeps the result the same: gradients, losses of paired runs, and blind spots."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hasten.check.agreement import Agreement
 from hasten.report import words
 from hasten.tuner.proof import Answer, ParityCheck, Proof
 
-_SAME_WAY = 0.99
+_SAME_WAY = 0.99  # cosine above which gradients count as pointing the same way
 
 
 @dataclass(frozen=True)
 class Same:
-    """The answer about parity: `title` and `detail` make a sentence."""
+    """The answer about parity; `title` and `detail` together make a sentence."""
 
     answer: Answer
     title: str
@@ -21,7 +21,7 @@ class Same:
 
 
 def parity(proof: Proof) -> Same:
-    """Parity in one sentence."""
+    """Return whether the plan's losses stay the same, in one sentence."""
     answer, checks = proof.parity.answer, proof.parity.checks
     if answer is Answer.NOT_KNOWN:
         why = proof.parity.note or ("nothing was kept" if not proof.techniques else "no losses were compared")
@@ -33,9 +33,10 @@ def parity(proof: Proof) -> Same:
 
 
 def _seen(checks: tuple[ParityCheck, ...]) -> str:
-    """Return how small a change of each loss would have shown, for a plan whose losses did not change.
+    """Return the smallest change of each loss that would have been detected, for a plan whose losses did not change.
 
-    Each by itself: a validation of few batches sees 8 %, where the same runs see 1 % of the training's loss.
+    Each loss is listed separately because they differ: a validation of few batches may detect 8 %, while the same runs
+    detect 1 % of the training loss.
     """
     if not any(words.known(check.detectable) for check in checks):
         return ""
@@ -43,6 +44,7 @@ def _seen(checks: tuple[ParityCheck, ...]) -> str:
 
 
 def _least(checks: tuple[ParityCheck, ...]) -> str:
+    """Return the smallest detectable change; named by quantity if there are several checks."""
     known = [check for check in checks if words.known(check.detectable) and not _equal(check)]
     if not known:
         return "any change"
@@ -53,12 +55,12 @@ def _least(checks: tuple[ParityCheck, ...]) -> str:
 
 
 def _equal(check: ParityCheck) -> bool:
-    """Whether a quantity was the same in every pair, as the number of batches is."""
+    """Return whether a quantity was the same in every pair, such as the number of batches."""
     return bool(check.baseline) and check.baseline == check.plan
 
 
 def check(check: ParityCheck) -> str:
-    """One parity check in a sentence, with what it can see."""
+    """Return one parity check as a sentence, including the smallest change it can detect."""
     pairs = words.count(min(len(check.baseline), len(check.plan)), "pair")
     if _equal(check):
         return f"{words.clean(check.what)}: equal in {pairs}"
@@ -74,7 +76,7 @@ def check(check: ParityCheck) -> str:
 
 
 def agreement(found: Agreement) -> list[str]:
-    """Return what plain and plan did on the same weights and batches, in sentences."""
+    """Return in sentences how far plain and plan agree on the same weights and batches."""
     at = f", in {words.clean(found.worst)}" if found.worst else ""
     loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
     return [
@@ -85,7 +87,7 @@ def agreement(found: Agreement) -> list[str]:
 
 
 def agreement_in_short(found: Agreement) -> str:
-    """The same in one sentence."""
+    """Return how far plain and plan agree on the same weights and batches, in one sentence."""
     gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
     return (
         f"same batches, {words.count(found.steps, 'step')}: cosine of the gradients {_cosine(found)}, "
@@ -112,7 +114,7 @@ def _explained(found: Agreement) -> str:
 
 
 def agrees(found: Agreement) -> bool:
-    """Whether gradients agree as far as rounding lets them, where that is known."""
+    """Return whether the gradients agree as far as rounding allows; the direction alone counts if that is unknown."""
     return found.cosine > _SAME_WAY and (found.allowed is None or found.gradient_gap <= found.allowed)
 
 
@@ -120,14 +122,14 @@ def blind_spots(proof: Proof) -> list[str]:
     """Return what the parity test cannot see, in sentences."""
     spots = []
     if proof.parity.checks:
-        fewest = min(min(len(one.baseline), len(one.plan)) for one in proof.parity.checks)
+        fewest = min(min(len(check.baseline), len(check.plan)) for check in proof.parity.checks)
         spots.append(f"It rests on {words.count(fewest, 'pair')} of runs at the least; more pairs see smaller changes.")
         if fewest < 2:
             spots.append("One pair proves nothing: without a second it is not known how much pairs differ by chance.")
         spots += [
-            f"A change of the {words.clean(one.what)} by less than {words.percent(one.detectable)} can pass unseen."
-            for one in proof.parity.checks
-            if words.known(one.detectable) and not _equal(one)
+            f"A change of the {words.clean(check.what)} by less than {words.percent(check.detectable)} can pass unseen."
+            for check in proof.parity.checks
+            if words.known(check.detectable) and not _equal(check)
         ]
     if proof.curves.steps:
         spots.append(

@@ -1,4 +1,4 @@
-"""How a tune goes on, live: one line at the bottom of a terminal that updates, or lines where nobody looks."""
+"""Show a tune's progress: a live status line at the bottom of a terminal, or plain lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from hasten.report.screen import Screen
 from hasten.tuner.found import Claimed
 from hasten.tuner.proof import Block, beside_others
 
-_BETTER = 1.03  # a pace that is worth a line of its own
+_BETTER = 1.03  # times the last reported pace: a new best above it is reported
 _TICK = 1.0  # seconds between updates of the clock
 _LEAST_LIST = 16  # columns in which names are worth showing
 _CLEAR = "\r\x1b[2K"
 
 
 class TuneProgress:
-    """Show the progress of a tune: lines that are said, and the pace of its blocks. To be closed, or used in a `with`.
+    """Shows the progress of a tune: messages, and the pace of its blocks. Close it, or use it as a context manager.
 
-    On a terminal one line at the bottom tells time, part, blocks and the pace beside the script as it was. Elsewhere
-    (a file, a pipe, a dumb terminal) a line is said when the best pace has risen by 3 % or more. Until plan and script
-    are measured in turn that pace is rough, and called so: the best of many looks better than it is. From then on the
-    line tells what is claimed. What the stream cannot take is dropped: a closed terminal does not end a tune.
+    On a terminal, a status line at the bottom shows time, part, blocks and the pace relative to the unchanged script.
+    Elsewhere (a file, a pipe, a dumb terminal), a line is printed when the best pace has risen by 3 % or more. Until
+    plan and script are measured in turn, that pace is called rough: the best of many blocks looks better than it is.
+    After that, the status line shows the claim. Output that the stream refuses is dropped, so a closed terminal does
+    not end a tune.
 
     Args:
-        console: Where to; stderr, so that stdout stays the result's.
+        console: Where to print; stderr, so that stdout holds only the result.
         budget: Seconds that the tune may take.
     """
 
@@ -58,18 +59,18 @@ class TuneProgress:
             atexit.register(self.close)  # a thread that writes while Python ends would make it abort
 
     def say(self, line: str) -> None:
-        """Print a line with the seconds since the start before it."""
+        """Print a line, prefixed with the seconds since the start."""
         with self._lock:
             self._write(f"hasten {self._elapsed():5.0f}s  {words.clean(line)}\n")
             self._draw()
 
     def block(self, block: Block, baseline_step: float | None, claimed: Claimed | None = None) -> None:
-        """Take in a block that has ended.
+        """Record a finished block and update the display.
 
         Args:
-            block: What was measured.
-            baseline_step: Seconds per step of the script as it was; None where that is not known yet.
-            claimed: What would be claimed now; None before plan and script were measured in turn.
+            block: The finished block.
+            baseline_step: Seconds per step of the unchanged script; None while not known.
+            claimed: The current claim; None before plan and script were measured in turn.
         """
         with self._lock:
             self._blocks += 1
@@ -84,9 +85,10 @@ class TuneProgress:
 
     @property
     def best(self) -> tuple[float, tuple[str, ...]] | None:
-        """The best pace so far, and what was on: the median of at least two blocks, since a single one may be luck.
+        """The best pace so far, and the techniques that were on; None before any set ran in two blocks.
 
-        Of blocks that nobody disturbed, where there are such.
+        A set's pace is the median of at least two blocks, since a single one may be luck. Disturbed blocks count only
+        as long as no set ran in two undisturbed ones.
         """
         for disturbed in (False, True):
             paces = self._paces[disturbed]
@@ -96,7 +98,7 @@ class TuneProgress:
         return None
 
     def close(self) -> None:
-        """Take the updating line away. Harmless when called twice."""
+        """Remove the status line. Safe to call twice."""
         self._closed.set()
         with self._lock:
             if self._ticking is not None:
@@ -115,7 +117,10 @@ class TuneProgress:
         self.close()
 
     def _live(self) -> bool:
-        """Whether a line can be written over; FORCE_COLOR makes a terminal of a pipe for rich, but not for us."""
+        """Return whether the status line can be overwritten in place.
+
+        rich treats a pipe as a terminal if FORCE_COLOR is set, so the stream itself is asked too.
+        """
         console = self._console
         seen = messages.is_terminal(self._file) and console.is_terminal
         return seen and not console.is_dumb_terminal and not console.legacy_windows
@@ -129,7 +134,7 @@ class TuneProgress:
         return time.monotonic() - self._start
 
     def _tell_better(self) -> None:
-        """Say a line where the best pace has risen enough."""
+        """Print a line if the best pace has risen enough since the last one."""
         best = self.best
         if best is None or best[0] < self._said * _BETTER:
             return
@@ -141,13 +146,13 @@ class TuneProgress:
         self.say(f"{pace}, after {after}: {_names(best[1])}")
 
     def _draw(self) -> None:
-        """Write the line at the bottom again."""
+        """Rewrite the status line; does nothing without one."""
         if self._ticking is not None and not self._closed.is_set():
             width = max(1, self._console.width - 1)  # a full line would wrap
             self._write(_fitted(self._parts(), width))
 
     def _parts(self) -> list[str]:
-        """Return what the line holds, the most important first."""
+        """Return the parts of the status line, most important first."""
         best = self.best
         parts = [f"{self._elapsed():.0f}/{self._budget:.0f}s"]
         if self._claimed is not None:
@@ -166,7 +171,7 @@ class TuneProgress:
         return [part for part in parts if part]
 
     def _write(self, text: str) -> None:
-        """Write to the console's file, over the updating line where there is one."""
+        """Write to the console's file, over the status line if there is one."""
         shown = self._screen.text(text).plain
         with messages.harmless(self._file):
             self._file.write(f"{_CLEAR if self._ticking is not None else ''}{shown}")
@@ -174,12 +179,12 @@ class TuneProgress:
 
 
 def _names(on: tuple[str, ...]) -> str:
-    """Return what was on, in short."""
+    """Return the names of the techniques that were on, or "nothing"."""
     return words.clean(", ".join(on)) or "nothing"
 
 
 def _fitted(parts: list[str], width: int) -> str:
-    """As many parts as fit in a line; a list of names is cut, since half a list still tells something."""
+    """Return as many parts as fit in a line. A list of names is truncated, since half a list still helps."""
     line = parts[0]
     for part in parts[1:]:
         longer = f"{line}  {part}"

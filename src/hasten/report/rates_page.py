@@ -1,4 +1,4 @@
-"""The page of a learning-rate finder: its curve."""
+"""Write the learning-rate finder's page: the loss over the learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.report import drawing
 from hasten.report.page import environment, write_whole
 
 _HEIGHT = 260.0
-_SHOWN_ABOVE = 2.0  # times the smoothed loss's own range: single losses beyond are off the drawing
+_SHOWN_ABOVE = 2.0  # times the smoothed loss's range: losses above it are drawn at the top edge
 
 
 def write(
@@ -22,18 +22,18 @@ def write(
     sentence: str,
     path: Path,
 ) -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Args:
-        rates: Learning rates, rising.
-        losses: Training losses at them.
-        smoothed: Their moving average.
-        bracket: Rates at which the loss begins to fall, and is lowest; None where it never fell.
-        said: What that means, in a sentence.
-        path: The file.
+        rates: Learning rates, ascending.
+        losses: Training loss at each rate.
+        smoothed: Moving average of the losses.
+        bracket: Rates at which the loss begins to fall and at which it is lowest; None if it never fell.
+        sentence: The result in a sentence.
+        path: The file to write.
 
     Raises:
-        HastenError: The folder cannot be written to, or the file holds something else.
+        HastenError: The folder cannot be written to, or the file exists and is not a page of hasten's.
     """
     chart = curve(rates, losses, smoothed, bracket)
     write_whole(environment().get_template("rates.html.j2").render(said=sentence, chart=chart), path)
@@ -45,7 +45,8 @@ def curve(
     smoothed: Sequence[float],
     bracket: tuple[float | None, float | None],
 ) -> Markup:
-    """Draw loss by learning rate, logarithmic; the bracket as upright lines."""
+    """Draw the loss over the learning rate (logarithmic), with the bracket as vertical lines."""
+    # The top comes from the first half of the rates: a loss that diverges at high rates does not flatten the rest.
     low, high = min(smoothed), max(smoothed[: max(2, len(smoothed) // 2)])
     top = low + _SHOWN_ABOVE * max(high - low, 1e-12)
     down = drawing.Scale(low, top, near=96, far=6)

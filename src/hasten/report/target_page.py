@@ -1,4 +1,4 @@
-"""The page of a search for the time to a target."""
+"""Render the page of a search for the shortest time to a target."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HEIGHT = 220.0
 
 
 def render(found: Found, plan: str = "") -> str:
-    """Return the whole page as text; paths are relative to the working folder.
+    """Return the page's HTML. Paths are shown relative to the working directory.
 
     Args:
-        found: What was found.
-        plan: The plan's file, where the winner has techniques.
+        found: The search's result.
+        plan: Path of the plan file, if the winner has techniques.
     """
     kind = "nothing" if found.winner is None else "faster" if found.proven is Answer.HOLDS else "unproven"
     shown: Found = without_paths(found)
@@ -35,7 +35,7 @@ def render(found: Found, plan: str = "") -> str:
 
 
 def write(found: Found, path: Path, plan: str = "") -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Raises:
         HastenError: The folder cannot be written to.
@@ -44,7 +44,7 @@ def write(found: Found, path: Path, plan: str = "") -> None:
 
 
 def course_chart(found: Found) -> Markup:
-    """Draw the quality over time: all runs with the script's own seeds, and both sides on fresh ones."""
+    """Draw the quality over time: all runs with the script's own seeds, and both sides on fresh seeds."""
     drawn = [(run, _line(run)) for run in found.runs]
     drawn = [(run, points) for run, points in drawn if len(points) > 1]
     values = [found.goal.value, *(value for _, points in drawn for _, value in points)]
@@ -70,4 +70,5 @@ def course_chart(found: Found) -> Markup:
 
 
 def _line(run: FullRun) -> list[tuple[float, float]]:
-    return [(one.seconds, one.value) for one in run.readings if math.isfinite(one.value)]
+    """Return a run's (seconds, value) points, without readings that are NaN or infinite."""
+    return [(reading.seconds, reading.value) for reading in run.readings if math.isfinite(reading.value)]

@@ -1,4 +1,4 @@
-"""Rows of techniques: kept or not, how much each brings, between what ends, and how sure that is."""
+"""Table rows of techniques: kept or not, the speed-up each brings with its interval, and how sure it is to help."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class Row:
 
     @property
     def brings(self) -> str:
-        """The ratio in words."""
+        """The ratio as text: `2.31x`."""
         return words.times(self.ratio)
 
     @property
     def interval(self) -> str:
-        """Return both ends of its interval."""
+        """Both ends of the ratio's interval as text: `2.24x to 2.38x`."""
         return words.interval(self.low, self.high)
 
     @property
     def sure(self) -> str:
-        """How sure it is that the technique helps."""
+        """Probability that the technique helps, as text."""
         return sure(self.helps)
 
 
 def sure(helps: float | None) -> str:
-    """A probability that something helps, never quite 0 or 100 %, which no measurement gives."""
+    """Return a probability of helping as text, never as 0 or 100 %, which no measurement can show."""
     if helps is None or not words.known(helps):
         return words.NONE
     if helps > 0.995:
@@ -51,37 +51,45 @@ def sure(helps: float | None) -> str:
 
 
 def kept(proof: Proof) -> list[Row]:
-    """The techniques of the plan."""
-    return [_kept(one) for one in proof.techniques]
+    """Return a row for each technique of the plan."""
+    return [_kept(technique) for technique in proof.techniques]
 
 
 def lost(proof: Proof) -> list[Row]:
-    """Return what was tried and not kept; `why` says what happened."""
-    return [_lost(one) for one in proof.tried if one.outcome != "kept"]
+    """Return a row for each setting that was tried and not kept; `why` says what happened."""
+    return [_lost(tried) for tried in proof.tried if tried.outcome != "kept"]
 
 
-def _kept(one: KeptTechnique) -> Row:
-    ends = one.contribution, one.contribution_low, one.contribution_high
-    texts = words.clean(one.effect), words.clean(one.why)
-    return Row(words.clean(one.name), words.setting(one.setting), True, *ends, one.helps, one.blocks, *texts)
+def _kept(technique: KeptTechnique) -> Row:
+    ends = technique.contribution, technique.contribution_low, technique.contribution_high
+    texts = words.clean(technique.effect), words.clean(technique.why)
+    return Row(
+        words.clean(technique.name),
+        words.setting(technique.setting),
+        True,
+        *ends,
+        technique.helps,
+        technique.blocks,
+        *texts,
+    )
 
 
-def _lost(one: Tried) -> Row:
-    outcome, reason = _OUTCOMES.get(one.outcome, words.clean(one.outcome)), words.clean(one.reason)
+def _lost(tried: Tried) -> Row:
+    outcome, reason = _OUTCOMES.get(tried.outcome, words.clean(tried.outcome)), words.clean(tried.reason)
     why = f"{outcome}: {reason}" if reason else outcome
-    ends = one.ratio, one.low, one.high
-    return Row(words.clean(one.name), words.setting(one.setting), False, *ends, one.helps, one.blocks, why=why)
+    ends = tried.ratio, tried.low, tried.high
+    return Row(words.clean(tried.name), words.setting(tried.setting), False, *ends, tried.helps, tried.blocks, why=why)
 
 
 def effects(proof: Proof) -> str:
-    """Return what the kept techniques may do to the result: the effects, named and explained."""
-    used = list(dict.fromkeys(one.effect for one in proof.techniques))
+    """Return the effects that the kept techniques may have on the result, named and explained."""
+    used = list(dict.fromkeys(technique.effect for technique in proof.techniques))
     named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used]
     return "; ".join(named)
 
 
 def meaning(proof: Proof) -> str:
-    """Return what the columns mean."""
+    """Return an explanation of the table's columns."""
     where = "blocks of one process" if proof.warm else "trials in processes of their own"
     text = (
         f"Brings: how many times faster a step is with it than without, the rest of the plan on, measured in {where}, "

@@ -1,4 +1,4 @@
-"""One screen that says what a tune found, the most important first."""
+"""Print a tune's result to a terminal, the most important first."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ _WIDE = 76  # columns of a terminal that has room for all of the table
 
 
 def show(proof: Proof, console: Console, plan_path: Path | None, html_path: Path | None) -> None:
-    """Print a proof: the speed-up, whether it is proven, what was kept, lost and skipped, and what to do next.
+    """Print a proof: the speed-up, whether it is proven, the techniques kept, lost and skipped, and the next command.
 
     Args:
-        proof: What was measured.
+        proof: The proof.
         console: Where to print; its width, colours and encoding are respected.
-        plan_path: Where the plan was written; None where there is none.
-        html_path: Where the page was written; None where there is none.
+        plan_path: Where the plan was written; None if it was not.
+        html_path: Where the page was written; None if it was not.
     """
     _TunePage(proof, console).show(plan_path, html_path)
 
 
 class _TunePage:
-    """The parts of the screen, in order."""
+    """Prints the sections of the screen, in order."""
 
     def __init__(self, proof: Proof, console: Console) -> None:
         self.proof = proof.without_paths()
-        self.command = proof.command  # as it can be pasted here: a "~" may not be expanded there
+        # With full paths, so that it can be pasted: a shell may not expand the "~" of a shortened one.
+        self.command = proof.command
         self.console = console
         self.screen = Screen(console)
         self._text = self.screen.text
@@ -63,7 +64,7 @@ class _TunePage:
         self._next(plan_path, html_path)
 
     def _columns(self, rows: list[tuple[Text, ...]], indent: int = 2) -> None:
-        """Borderless columns: the last one wraps, the others keep their width."""
+        """Print rows as borderless columns. The last column takes the remaining width and wraps."""
         table = Table.grid(padding=(0, 2, 0, 0))
         for index in range(len(rows[0]) - 1):
             table.add_column(overflow="fold", max_width=26 if index == 0 else 30)
@@ -95,7 +96,7 @@ class _TunePage:
         self._columns([(self._text(r.label), self._text(r.value, "bold"), self._text(r.detail)) for r in rows])
 
     def _parity(self) -> None:
-        """The figures behind "same steps" and "same losses", where something was compared."""
+        """Print the figures behind "same steps" and "same losses", if anything was compared."""
         found, checks = self.proof.agreement, self.proof.parity.checks
         if not self.proof.techniques or not (found or checks):
             return
@@ -116,7 +117,8 @@ class _TunePage:
         self.screen.heading("Kept")
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
         table.add_column("technique", overflow="fold", min_width=12)
-        if wide := self.console.width >= _WIDE:  # else certainty is worth more than the setting, which the plan tells
+        # A narrow terminal leaves out setting and effect rather than the certainty: the plan has the settings.
+        if wide := self.console.width >= _WIDE:
             table.add_column("setting", overflow="fold", min_width=7)
             table.add_column("effect", no_wrap=True)
         table.add_column("brings", justify="right", overflow="fold", min_width=5)
@@ -134,8 +136,8 @@ class _TunePage:
         shown = phases(self.proof)
         if not shown:
             return
-        two = verdict.plan_was_phased(self.proof)
-        sides = [("before", "dim"), ("after", "green")] if two else [("before", "dim")]
+        both = verdict.plan_was_phased(self.proof)
+        sides = [("before", "dim"), ("after", "green")] if both else [("before", "dim")]
         self.screen.heading("Where a step's time goes" + (", baseline -> plan" if len(sides) == 2 else ""))
         longest = max(max(row.before, row.after) for row in shown)
         unit = max(sum(row.before for row in shown), sum(row.after for row in shown))
@@ -157,7 +159,7 @@ class _TunePage:
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if gap := verdict.phase_gap(self.proof):
             self.screen.say(self._text(f"{gap}.", "yellow"))
-        if self.proof.techniques and not two:
+        if self.proof.techniques and not both:
             self.screen.say(self._text(f"{verdict.PLAIN_PHASES}.", "dim"))
 
     def _lost(self) -> None:
@@ -188,8 +190,8 @@ class _TunePage:
         self.screen.heading("Not tried, and why")
         self._columns(
             [
-                (self._text(words.clean(one.name)), self._text(_short(words.clean(one.reason), 160)))
-                for one in rows[:_MOST_ROWS]
+                (self._text(words.clean(row.name)), self._text(_short(words.clean(row.reason), 160)))
+                for row in rows[:_MOST_ROWS]
             ]
         )
         self._more(len(rows) - _MOST_ROWS)
@@ -226,7 +228,7 @@ class _TunePage:
 
 
 def _next_command(proof: Proof, command: Sequence[str], plan_path: Path | None) -> str:
-    """The command that runs the training under the plan, unless the plan is no good."""
+    """Return the command that runs the training under the plan; "" if there is none, or the plan is refuted."""
     if plan_path is None or not proof.techniques or proof.proven is Answer.DOES_NOT:
         return ""
     default = plan_path.absolute() == Path.cwd() / DEFAULT_NAME
@@ -235,5 +237,5 @@ def _next_command(proof: Proof, command: Sequence[str], plan_path: Path | None) 
 
 
 def _short(text: str, most: int) -> str:
-    """Text cut at `most` letters, said by dots."""
+    """Return text truncated to `most` characters, ending in dots if anything was cut."""
     return text if len(text) <= most else text[: most - 3].rstrip() + "..."

@@ -1,4 +1,4 @@
-"""A proof in sentences; the terminal and the page print the same ones."""
+"""Describe a proof in sentences, which the terminal and the page both print."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hasten.report import words
 from hasten.report.parity_words import parity
 from hasten.tuner.proof import Answer, Proof, Ratio, beside_others
 
-_BUSY = 0.05  # of all cores: less is what any machine does beside the training
-_STOLEN = 0.02
+_BUSY = 0.05  # share of all cores used by others: any machine does less than that beside the training
+_STOLEN = 0.02  # share of the CPU time that the hypervisor gave to other machines
 _DOUBT = (
     "A quiet machine may not bear it out: threads that wait for each other lose several times what is taken from one "
     "core, so that a side with fewer threads looks faster than it is."
@@ -21,9 +21,9 @@ PLAIN_PHASES = "This is the script as it is: the phases of the plan's steps were
 
 @dataclass(frozen=True)
 class TuneVerdict:
-    """The answer in one line.
+    """The overall answer about a plan.
 
-    `kind`: faster (and proven), unproven, unclear (no speed-up shown), refuted, nothing (kept).
+    `kind` is "faster" (and proven), "unproven", "unclear" (no speed-up shown), "refuted" or "nothing" (kept).
     """
 
     kind: str
@@ -33,7 +33,7 @@ class TuneVerdict:
 
 @dataclass(frozen=True)
 class Promise:
-    """One thing that a proven plan must fulfil, and whether it does."""
+    """One requirement of a proven plan, and whether the plan meets it."""
 
     what: str
     answer: Answer
@@ -42,7 +42,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class PhaseChange:
-    """One phase of a steady step, in seconds, before and after."""
+    """One phase of a steady step, in seconds before and after."""
 
     name: str
     label: str
@@ -51,7 +51,8 @@ class PhaseChange:
 
 
 def verdict(proof: Proof) -> TuneVerdict:
-    """The first thing to say about a proof: the claim, and whether it is proven."""
+    """Return the overall answer: the claim, and whether it is proven."""
+    # Ordered by severity: a refuted plan is reported as such, whatever else is unknown.
     if not proof.techniques:
         return _nothing(proof)
     claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
@@ -76,8 +77,8 @@ def verdict(proof: Proof) -> TuneVerdict:
 
 
 def _nothing(proof: Proof) -> TuneVerdict:
-    """Nothing was kept: since nothing helped, or since nothing could be looked at."""
-    measured = [one for one in proof.tried if words.known(one.ratio)]
+    """Return the answer when nothing was kept: nothing helped, or nothing could be measured."""
+    measured = [setting for setting in proof.tried if words.known(setting.ratio)]
     if not proof.tried:
         return TuneVerdict("nothing", "Nothing was measured", "Whether anything helps here is not known.")
     tried = words.count(len(proof.tried), "setting")
@@ -94,7 +95,7 @@ def _nothing(proof: Proof) -> TuneVerdict:
 
 
 def promises(proof: Proof) -> list[Promise]:
-    """Return what a proven plan must fulfil, each with its answer; nothing where nothing was kept."""
+    """Return the requirements of a proven plan, each with its answer; empty if nothing was kept."""
     if not proof.techniques:
         return []
     same = parity(proof)
@@ -133,12 +134,12 @@ def _fresh(proof: Proof) -> Promise:
 
 
 def _missing(proof: Proof) -> str:
-    """Return what is not known of a plan that is not proven."""
-    return ", ".join(each.what for each in promises(proof) if each.answer is not Answer.HOLDS)
+    """Return the names of the requirements that a plan is not known to meet."""
+    return ", ".join(promise.what for promise in promises(proof) if promise.answer is not Answer.HOLDS)
 
 
 def speed(proof: Proof) -> list[words.Figure]:
-    """The speed-up of steady steps, of whole epochs and of the full run."""
+    """Return the speed-up of steady steps, of whole epochs and of the full run, as figures."""
     interval = f"{_interval(proof.speedup)}{beside_others(proof.disturbed)}"
     lines = [words.Figure("steps", words.times(proof.speedup.ratio), interval)]
     beside = beside_others(max((pair.disturbed for pair in proof.pairs if pair.disturbed is not None), default=None))
@@ -173,7 +174,7 @@ def _startup(proof: Proof) -> str:
 
 
 def break_even(proof: Proof) -> str:
-    """After how many epochs a longer start-up is won back."""
+    """Say after how many epochs a longer start-up has paid off; "" if the full run was not estimated."""
     run = proof.full_run
     if run is None:
         return ""
@@ -187,7 +188,7 @@ def break_even(proof: Proof) -> str:
 
 
 def memory(proof: Proof) -> list[words.Figure]:
-    """Peak memory before and after."""
+    """Return peak memory before and after, as figures."""
     memory = proof.memory
     pairs = [("peak memory", memory.baseline_bytes, memory.plan_bytes)]
     if memory.baseline_gpu_bytes is not None and memory.plan_gpu_bytes is not None:
@@ -201,7 +202,7 @@ def memory(proof: Proof) -> list[words.Figure]:
 
 
 def phases(proof: Proof) -> list[PhaseChange]:
-    """The phases that took any time, in the order of a step."""
+    """Return the phases that took any time, in the order of a step."""
     before, after = (proof.phases.get(side, {}) for side in ("baseline", "plan"))
     rows = []
     for name in dict.fromkeys([*PHASES, *before, *after]):
@@ -213,12 +214,12 @@ def phases(proof: Proof) -> list[PhaseChange]:
 
 
 def plan_was_phased(proof: Proof) -> bool:
-    """Whether the phases of the plan's steps were measured; else no claim was measured in turn."""
+    """Return whether the phases of the plan's steps were measured."""
     return bool(proof.techniques) and any(row.after for row in phases(proof))
 
 
 def phase_gap(proof: Proof) -> str:
-    """Say where the bars of the phases tell another ratio than the claim; "" where they agree."""
+    """Explain why the phases' sums give another ratio than the claim; "" if the two agree within 3 %."""
     rows = phases(proof)
     before, after = sum(row.before for row in rows), sum(row.after for row in rows)
     if not (proof.techniques and before and after):
@@ -233,7 +234,7 @@ def phase_gap(proof: Proof) -> str:
 
 
 def noise(proof: Proof) -> list[str]:
-    """Return how much else happened on the machine, in sentences, and what that means for the interval."""
+    """Return in sentences how busy the machine was otherwise, and what that means for the interval."""
     seen = proof.noise
     if seen is None:
         return ["How busy the machine was besides was not measured."]
@@ -252,7 +253,7 @@ def noise(proof: Proof) -> list[str]:
 
 
 def noisy(proof: Proof) -> str:
-    """Return what others took of the machine, for beside the headline; "" where that was too little to matter."""
+    """Return a note for the headline on what others took of the machine; "" if too little to matter."""
     if not is_noisy(proof) or proof.noise is None:
         return ""
     took = []
@@ -265,13 +266,13 @@ def noisy(proof: Proof) -> str:
 
 
 def is_noisy(proof: Proof) -> bool:
-    """Whether others took enough of the machine to be said beside the headline."""
+    """Return whether others took enough of the machine to be mentioned beside the headline."""
     seen = proof.noise
     return seen is not None and ((seen.others or 0.0) >= _BUSY or (seen.steal or 0.0) >= _STOLEN)
 
 
 def _disturbed_blocks(proof: Proof) -> list[str]:
-    """Return how many blocks others disturbed, and what became of them."""
+    """Return how many blocks others disturbed, and how those were weighted in the search."""
     disturbed = sum(block.disturbed for block in proof.blocks)
     if not disturbed:
         return []
@@ -282,7 +283,7 @@ def _disturbed_blocks(proof: Proof) -> list[str]:
 
 
 def _claim_is_of(proof: Proof) -> str:
-    """Return what a noisy machine means for the claim, or for what was tried."""
+    """Return what a noisy machine means for the claim, or for the settings tried if there is no claim."""
     if not proof.techniques:
         return "on a quiet machine what was tried may do otherwise"
     if proof.disturbed is not None:
@@ -293,6 +294,7 @@ def _claim_is_of(proof: Proof) -> str:
 
 
 def _meaning(proof: Proof) -> list[str]:
+    """Return the conclusion from the machine's noise, in sentences."""
     seen = proof.noise
     if is_noisy(proof):
         claim = ""

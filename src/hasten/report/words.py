@@ -1,4 +1,4 @@
-"""Numbers and untrusted text in words, the same in every view of a proof."""
+"""Format numbers and untrusted text, the same way in every view of a proof."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EFFECTS = {
     "trajectory": "another optimisation path",
 }
 _PHASE_LABELS = {"data": "data wait", "transfer": "copy to device", "sync": "gradient sync"}
-_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories: control, format, surrogate, line and paragraph separator
 NONE = "–"
-_WORTH_A_WORD = 0.5  # seconds of a tune
+_WORTH_A_WORD = 0.5  # seconds: shorter stages of a tune are not listed
 percent = figures.percent
 
 
@@ -35,10 +35,10 @@ class Figure:
 
 
 def clean(text: str) -> str:
-    """Text that cannot steer a terminal or break a page.
+    """Return text that cannot control a terminal or break a page.
 
-    Control characters, direction marks and bytes that were not UTF-8 become a replacement mark; white space
-    of any kind becomes one space.
+    Control characters, direction marks and bytes that were not UTF-8 become U+FFFD; each run of whitespace becomes one
+    space.
     """
     text = " ".join(text.split())
     if text.isascii() and text.isprintable():
@@ -47,39 +47,39 @@ def clean(text: str) -> str:
 
 
 def code(line: str) -> str:
-    """A line of source, its spaces kept; what could not be seen becomes a replacement mark."""
+    """Return a line of source with its spaces kept and invisible characters replaced by U+FFFD."""
     line = line.expandtabs(4).rstrip()
     return "".join("\ufffd" if unicodedata.category(letter) in _HIDDEN else letter for letter in line)
 
 
 def known(value: float | None) -> bool:
-    """Whether a number can be shown at all."""
+    """Return whether a number is neither None, NaN nor infinite."""
     return value is not None and math.isfinite(value)
 
 
 def times(ratio: float | None) -> str:
-    """A ratio: `2.31x`."""
+    """Format a ratio: `2.31x`."""
     if ratio is None or not math.isfinite(ratio):
         return NONE
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x"
 
 
 def signed(share: float | None) -> str:
-    """A relative difference with its sign: `+1.4 %`."""
+    """Format a relative difference with its sign: `+1.4 %`."""
     if share is None or not math.isfinite(share):
         return NONE
     return f"+{percent(share)}" if share > 0 else percent(share or 0.0)
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Return both ends of a ratio's interval: `2.24x to 2.38x`."""
+    """Format a ratio's interval: `2.24x to 2.38x`."""
     if not (known(low) and known(high)):
         return NONE
     return f"{times(low)} to {times(high)}"
 
 
 def duration(seconds: float | None) -> str:
-    """A time with the unit that suits its length: `3.1 ms`, `41 s`, `2 h 05 min`."""
+    """Format a time in the unit that suits its length: `3.1 ms`, `41 s`, `2 h 05 min`."""
     if seconds is None or not math.isfinite(seconds):
         return NONE
     if seconds < 0:
@@ -94,27 +94,27 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
     if minutes < 60:
-        whole = round(seconds)
-        return f"{whole // 60} min {whole % 60:02d} s"
+        rounded = round(seconds)
+        return f"{rounded // 60} min {rounded % 60:02d} s"
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{seconds / 86400:,.1f} days"
 
 
 def spent(stages: Mapping[str, float]) -> str:
-    """What the time of a tune went to, as far as it is worth a word: `search 96 s, check 43.2 s`."""
+    """List the stages of a tune that took at least half a second: `search 96 s, check 43.2 s`."""
     return ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in stages.items() if seconds >= _WORTH_A_WORD)
 
 
 def alike(seconds: float, longest: float) -> str:
-    """A time in the unit that suits the longest of its column, so that a column can be read down."""
+    """Format a time in the unit that suits the column's longest time, so that the column compares at a glance."""
     scale, unit = (1e6, "µs") if longest < 1e-3 else (1e3, "ms") if longest < 1 else (1.0, "s")
     decimals = 0 if longest * scale >= 100 else 1 if longest * scale >= 10 else 2
     return f"{seconds * scale:.{decimals}f} {unit}"
 
 
 def size(amount: int | None) -> str:
-    """Bytes in the unit that suits: `1.24 GiB`."""
+    """Format an amount of bytes in the unit that suits: `1.24 GiB`."""
     if amount is None:
         return NONE
     value = float(amount)
@@ -126,14 +126,14 @@ def size(amount: int | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """A loss or metric: four digits that tell."""
+    """Format a loss or metric with four significant digits."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{value:#.4g}".removesuffix(".")
 
 
 def setting(value: Any) -> str:
-    """A setting as a person would write it in a plan."""
+    """Format a technique's setting as a person would write it in a plan."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, Mapping):
@@ -142,17 +142,17 @@ def setting(value: Any) -> str:
 
 
 def plan(techniques: Mapping[str, Any]) -> str:
-    """A plan in one line; `baseline` where nothing is installed."""
+    """Format a plan in one line; `baseline` if it is empty."""
     return "; ".join(f"{clean(name)}: {setting(value)}" for name, value in techniques.items()) or "baseline"
 
 
 def phase(name: str) -> str:
-    """A phase as a person would call it."""
+    """Return a phase's display name."""
     return _PHASE_LABELS.get(name, clean(name.replace("_", " ")))
 
 
 def command(parts: Sequence[str]) -> str:
-    """A command line that can be pasted into a shell; a home that was written as `~` stays one."""
+    """Format a command line for pasting into a shell. A leading `~` stays unquoted, so that the shell expands it."""
     return clean(" ".join(_quoted(part) for part in parts))
 
 
@@ -163,7 +163,7 @@ def _quoted(part: str) -> str:
 
 
 def moment(written: str) -> str:
-    """An ISO 8601 time to the minute; anything else as it is."""
+    """Format an ISO 8601 time to the minute; return any other text cleaned."""
     try:
         time = datetime.fromisoformat(written)
     except ValueError:
@@ -172,12 +172,12 @@ def moment(written: str) -> str:
 
 
 def count(amount: int, what: str) -> str:
-    """`1 seed`, `3 seeds`."""
+    """Format a count: `1 seed`, `3 seeds`."""
     return f"{amount} {what}" if amount == 1 else f"{amount} {what}s"
 
 
 def change(before: float, after: float) -> str:
-    """Return how much less or more `after` is: `38 % less`."""
+    """Format how much less or more `after` is than `before`: `38 % less`."""
     if not (known(before) and known(after)) or before <= 0:
         return NONE
     part = after / before - 1

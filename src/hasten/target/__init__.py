@@ -1,1 +1,1 @@
-"""`hasten tune --allow trajectory --target ...`: the arguments that bring a training to a quality soonest."""
+"""`hasten tune --allow trajectory --target ...`: find the arguments that reach a quality target soonest."""

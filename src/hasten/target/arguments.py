@@ -1,7 +1,7 @@
-"""A script's own arguments: which set the rate, the batch size and the length, and a command line with others.
+"""Find a script's arguments for learning rate, batch size and length, and write command lines with other values.
 
-They are known from the command line itself, and from the parser (argparse, and what is built on it, as
-HfArgumentParser), which a first run tells of with the values that it had.
+Arguments are recognised by name. They come from the command line itself, and from the script's parser (argparse, and
+parsers built on it, such as HfArgumentParser): the first run reports the parser's options with their values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hasten.plan import did_you_mean
 from hasten.tuner.command_line import with_argument
 from hasten.tuner.length import EPOCHS
 
-_INSIDE = r"^(?:--?|\+{1,2})?(?:[a-z_]+\.)*"  # `--`, and where Hydra keeps it: `optim.lr`, `+trainer.max_epochs`
+_INSIDE = r"^(?:--?|\+{1,2})?(?:[a-z_]+\.)*"  # `--`, or a Hydra path: `optim.lr`, `+trainer.max_epochs`
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RATE = re.compile(_INSIDE + r"(?:(?:base|max|peak|init|initial)[-_])?(?:lr|learning[-_]?rate)(?:[-_](?:max|init))?$")
 _BATCH = re.compile(_INSIDE + r"(?:per[-_]device[-_])?(?:train[-_])?(?:batch[-_]?size|bs|bsz)$|^-b$")
@@ -36,15 +36,15 @@ _LOOKS = re.compile(
 
 
 class Role(StrEnum):
-    """Return what an argument sets, by its name."""
+    """Quantity that an argument sets."""
 
     RATE = "rate"
     BATCH = "batch"
     EPOCHS = "epochs"
-    STEPS = "steps"  # the length, in steps
-    FOLLOWS = "follows"  # counted in steps, a part of the schedule: warm-up, decay
-    PARTS = "parts"  # the same, counted in epochs
-    LOOKS = "looks"  # steps between two looks at the quality
+    STEPS = "steps"  # length of the training, in steps
+    FOLLOWS = "follows"  # length of a part of the schedule (warm-up, decay), in steps
+    PARTS = "parts"  # the same, in epochs
+    LOOKS = "looks"  # steps between two validations
 
 
 _ROLES = (
@@ -58,9 +58,9 @@ class Argument:
     """An argument of a script.
 
     Attributes:
-        name: As a command line spells it: `--lr`, `optim.lr`.
-        value: What it is in the script's own run, as text.
-        given: Whether it stands on the command line.
+        name: Name as on the command line: `--lr`, `optim.lr`.
+        value: Value in the script's own run, as text.
+        given: Whether the command line sets it; else `value` is the parser's default.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Argument:
 
     @property
     def number(self) -> float:
-        """Its value; NaN where that is no number above zero."""
+        """The value as a number; NaN unless it is a number above zero."""
         number = float(self.value) if _NUMBER.fullmatch(self.value) else math.nan
         return number if number > 0 else math.nan
 
@@ -79,8 +79,8 @@ class Arguments:
     """The arguments of a training, by role.
 
     Attributes:
-        command: The training's own command line.
-        of: Role -> argument, of those that are there and have a number.
+        command: The training's command line.
+        of: Role -> argument, for arguments with a positive number. Those on the command line come before defaults.
         every: All arguments by name.
     """
 
@@ -90,12 +90,15 @@ class Arguments:
 
     @property
     def length(self) -> Argument | None:
-        """The argument that sets how long the script trains."""
-        both = [self.of[role] for role in (Role.EPOCHS, Role.STEPS) if role in self.of]
-        return next((one for one in both if one.given), both[0] if both else None)
+        """Argument that sets how long the script trains; None if there is none.
+
+        If there is one for epochs and one for steps, the one on the command line counts.
+        """
+        lengths = [self.of[role] for role in (Role.EPOCHS, Role.STEPS) if role in self.of]
+        return next((argument for argument in lengths if argument.given), lengths[0] if lengths else None)
 
     def all_of(self, role: Role) -> list[Argument]:
-        """Return the arguments of a role of which a script may have several (warm-up and decay)."""
+        """Return all arguments of a role, for roles a script may have several of (warm-up and decay)."""
         return [one for one in self.every.values() if role_of(one.name) is role and not math.isnan(one.number)]
 
 
@@ -103,8 +106,8 @@ def arguments_of(command: Sequence[str], parsed: Iterable[tuple[Sequence[str], s
     """Return a training's arguments.
 
     Args:
-        command: Its own command line.
-        parsed: What its parser told: the spellings of an option, and its value in the script's own run.
+        command: The training's command line.
+        parsed: The parser's options: the spellings of each, and its value in the script's own run.
     """
     every = {argument.name: argument for argument in _written(command)}
     for options, value in parsed:
@@ -122,26 +125,26 @@ def arguments_of(command: Sequence[str], parsed: Iterable[tuple[Sequence[str], s
 
 
 def role_of(name: str) -> Role | None:
-    """Return what an argument of this name sets; None where the name does not say."""
+    """Return the role of an argument with this name; None if the name does not tell."""
     return next((role for role, pattern in _ROLES if pattern.search(name.lower())), None)
 
 
 def _written(command: Sequence[str]) -> list[Argument]:
-    """Return what stands on a command line as `--name value`, `--name=value` or `name=value`."""
-    found = []
+    """Return the arguments of a command line of the form `--name value`, `--name=value` or `name=value`."""
+    written = []
     for word, following in zip(command, [*command[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if equals and re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z][\w.-]*", name):
-            found.append(Argument(name, value))
+            written.append(Argument(name, value))
         elif (
             re.fullmatch(r"--?[A-Za-z][\w-]*", word) and following and not re.fullmatch(r"-{1,2}[A-Za-z].*", following)
         ):
-            found.append(Argument(word, following))
-    return found
+            written.append(Argument(word, following))
+    return written
 
 
 def with_arguments(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
-    """Return a command line whose arguments have other values; what is not on it is added at its end."""
+    """Return a command line with other values of some arguments; arguments not on it are appended."""
     changed = list(command)
     for name, value in changes.items():
         changed = with_argument(changed, name, value)
@@ -149,10 +152,10 @@ def with_arguments(command: Sequence[str], changes: Mapping[str, str]) -> list[s
 
 
 def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
-    """Read what a person wants varied: `--lr=1e-3,3e-3`.
+    """Parse `--vary` options, such as `--lr=1e-3,3e-3`, into the values of each argument.
 
     Raises:
-        HastenError: It is not of that form, or the script is known to have no such argument.
+        HastenError: An option has another form or names an argument twice, or the script's parser has no such argument.
     """
     wanted: dict[str, list[str]] = {}
     for text in texts:
@@ -164,6 +167,7 @@ def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
             raise HastenError(f"--vary names {name} twice", f'give all its values at once: --vary "{name}=..."')
         wanted[name] = several
     known = arguments.every
+    # Only a script whose parser reported its options (arguments not `given`) is known to lack an argument.
     for name in wanted:
         if name.startswith("-") and any(not one.given for one in known.values()) and name not in known:
             hint = did_you_mean(name, list(known)) or f"it has {', '.join(sorted(known))}"
@@ -172,5 +176,5 @@ def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
 
 
 def shown(number: float) -> str:
-    """Return a number as a person writes it on a command line."""
+    """Format a number as a person would write it on a command line."""
     return f"{number:.3g}" if number < 1000 or number != int(number) else str(int(number))

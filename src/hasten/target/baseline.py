@@ -1,4 +1,4 @@
-"""The script as it is: its first whole run, by which the rest is measured, and what that tells of it."""
+"""Run the unchanged script once, whole: the baseline of the search, and the source of its arguments and optimizer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hasten.techniques.convergence.rates import is_adaptive
 
 @dataclass(frozen=True)
 class Plain:
-    """The script as it is.
+    """The unchanged script, as its first run showed it.
 
     Attributes:
-        run: Its first run, with its own seeds.
+        run: The first run, with the script's own seeds.
         to_goal: Seconds until it reached the goal.
-        kind: Which of its numbers is the quality.
-        example: A line with it.
-        arguments: Its own.
-        adaptive: Whether its optimizer divides by the size of gradients.
-        optimizes: Whether an optimizer of torch's kind was seen, whose rate can be scaled.
-        batch: Samples in a batch of the loader that shuffles; 0: there is none.
-        steps: Steps of its optimizer, where it may be given a schedule; 0: it has one, or they are not known.
+        kind: Which of the reported numbers is the quality.
+        example: A reported line with that number.
+        arguments: The script's arguments.
+        adaptive: Whether the optimizer divides by the size of gradients, as Adam does.
+        optimizes: Whether a torch optimizer was seen, whose rate can be scaled.
+        batch: Samples per batch of the first shuffling loader; 0 if there is none.
+        steps: Number of optimizer steps; 0 if unknown, or if the script has a schedule already.
     """
 
     run: FullRun
@@ -40,10 +40,10 @@ class Plain:
 
 
 def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
-    """Run the script as it is, whole.
+    """Run the unchanged script to its end.
 
     Raises:
-        HastenError: It fails without any plan, reports no such quality, or never reaches the goal.
+        HastenError: The script fails, reports no such quality, or never reaches the goal.
     """
     first, readings = runs.first()
     if first.outcome in ("crashed", "out of memory"):
@@ -66,10 +66,10 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
 
 
 def _reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> tuple[FullRun, float]:
-    """Return the first run with the readings of what is meant, and the seconds until they reached the goal.
+    """Return the first run with the readings of the quality, and the seconds until they reached the goal.
 
     Raises:
-        HastenError: They never did.
+        HastenError: The readings never reached the goal, or are in percent where the goal is a share.
     """
     goal, values = runs.goal, readings.of_kind(kind)
     if goal.looks_like_percent(reading.value for reading in values):

@@ -1,4 +1,8 @@
-"""Candidates to try: the script's own arguments for rate and batch with other values, and at other lengths."""
+"""Propose candidates: other learning rates and batch sizes, and the same candidates for shorter trainings.
+
+A candidate changes the script's own arguments. If the script has no argument for a quantity, it uses a technique
+(`batch_scale`, `lr_scale`, `schedule`) instead.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,29 @@ from hasten.target.arguments import Argument, Arguments, Role, role_of, shown
 from hasten.target.full_run import Candidate
 from hasten.techniques.convergence.rates import rate_factor
 
-_BATCHES = (1, 4, 16)  # times the script's own
-_RATES = (1, 3)  # times what the rule says for that batch
-_FALLING = ((1, 3), (4, 3))  # batch and rate where the rate falls to zero: it bears a larger one
+_BATCHES = (1, 4, 16)  # factors of the script's batch size
+_RATES = (1, 3)  # factors of the rate that the scaling rule gives for that batch
+_FALLING = ((1, 3), (4, 3))  # (batch, rate) factors with a rate that falls to zero, which allows larger rates
 _RATES_ALONE = (3, 10, 0.3)
 _BATCHES_ALONE = (2, 4, 16)
-_MOST = 64  # combinations of what a person wants varied
+_MOST = 64  # combinations of `--vary` values
 
 
 def proposed(
     arguments: Arguments, adaptive: bool, optimizes: bool = False, loads: bool = False, steps: int = 0
 ) -> list[Candidate]:
-    """Return what is worth trying, of a script's own arguments; by techniques what it has no argument for.
+    """Return the candidates to try when the user names none.
 
-    The batch 4 and 16 times as large, with the rate that goes with it (the square root for Adam, in proportion for SGD)
-    and three times that; the rate alone, or the batch alone, where nothing sets the other. Where the script has no
-    schedule, three times the rate falling to zero, with its own batch and four times that.
+    Batches 4 and 16 times as large, each with the scaled rate (square root for Adam, linear for SGD) and with three
+    times that; the rate alone or the batch alone if the other cannot be set. If the script has no schedule, also three
+    times the rate falling linearly to zero, with the script's batch and with one four times as large.
 
     Args:
-        arguments: The script's.
+        arguments: The script's arguments.
         adaptive: Whether its optimizer divides by the size of gradients.
-        optimizes: Whether its rate can be scaled by `lr_scale`.
-        loads: Whether its batch can be by `batch_scale`.
-        steps: Of its optimizer in the whole length, for `schedule`; 0: it gets none.
+        optimizes: Whether `lr_scale` can scale its rate.
+        loads: Whether `batch_scale` can scale its batch.
+        steps: Optimizer steps of the whole training, for `schedule`; 0: no schedule is added.
     """
     rate, batch = arguments.of.get(Role.RATE), arguments.of.get(Role.BATCH)
     has_rate, has_batch = rate is not None or optimizes, batch is not None or loads
@@ -45,21 +49,21 @@ def proposed(
         tried = [(1, by) for by in _RATES_ALONE]
     elif has_batch:
         tried = [(times, 1) for times in _BATCHES_ALONE]
-    goes_with = {times: rate_factor(times, adaptive) if has_rate else 1.0 for times, _ in tried}
-    found = [_candidate(rate, batch, times, goes_with[times], by) for times, by in tried]
-    if steps and has_rate and has_batch:  # at the end: where time is short, what is safer was tried
+    scaled = {times: rate_factor(times, adaptive) if has_rate else 1.0 for times, _ in tried}
+    candidates = [_candidate(rate, batch, times, scaled[times], by) for times, by in tried]
+    if steps and has_rate and has_batch:  # last: if time is short, the safer candidates have been tried
         for times, by in _FALLING:
-            one = _candidate(rate, batch, times, goes_with[times], by)
-            plan: dict[str, Setting] = {**one.plan, "schedule": {"kind": "linear", "steps": math.ceil(steps / times)}}
-            found.append(Candidate(one.arguments, plan, f"{one.why}, falling to zero"))
-    return found
+            base = _candidate(rate, batch, times, scaled[times], by)
+            plan: dict[str, Setting] = {**base.plan, "schedule": {"kind": "linear", "steps": math.ceil(steps / times)}}
+            candidates.append(Candidate(base.arguments, plan, f"{base.why}, falling to zero"))
+    return candidates
 
 
 def _candidate(rate: Argument | None, batch: Argument | None, times: int, rule: float, by: float) -> Candidate:
-    """Return a candidate with a batch so many times as large, and `by` times the rate that goes with it by the rule."""
+    """Return a candidate with a batch `times` as large, and `by` times the rate that the rule gives for that batch."""
     changes: dict[str, str] = {}
     plan: dict[str, Setting] = {}
-    # `batch_scale` brings the rate that goes with it.
+    # `batch_scale` scales the rate by the rule too, so only `by` is left to apply.
     factor = by if batch is None else by * rule
     if times != 1 and batch is not None:
         changes[batch.name] = shown(int(batch.number * times))
@@ -69,56 +73,57 @@ def _candidate(rate: Argument | None, batch: Argument | None, times: int, rule: 
         changes[rate.name] = shown(rate.number * factor)
     elif factor != 1:
         plan["lr_scale"] = float(f"{factor:.4g}")
-    said = [f"the batch x{times}, the rate x{rule:g}" if times != 1 else "", f"the rate x{by:g}" if by != 1 else ""]
-    return Candidate(changes, plan, ", ".join(filter(None, said)))
+    reasons = [f"the batch x{times}, the rate x{rule:g}" if times != 1 else "", f"the rate x{by:g}" if by != 1 else ""]
+    return Candidate(changes, plan, ", ".join(filter(None, reasons)))
 
 
 def asked_for(wanted: Mapping[str, Sequence[str]], arguments: Arguments) -> list[Candidate]:
-    """Return every combination of the values that a person wants tried, without the script's own.
+    """Return every combination of the `--vary` values, except the script's own values.
 
     Raises:
-        HastenError: They are too many.
+        HastenError: There are more than 64 combinations.
     """
     count = math.prod(map(len, wanted.values()))
     if count > _MOST:
         raise HastenError(f"--vary asks for {count} combinations of values", f"ask for {_MOST} at the most")
-    found = []
+    candidates = []
     for values in itertools.product(*wanted.values()):
         changes = dict(zip(wanted, values, strict=True))
         own = {name: argument.value for name in changes if (argument := arguments.every.get(name)) is not None}
         if changes != own:
-            found.append(Candidate(changes, why="asked for"))
-    return found
+            candidates.append(Candidate(changes, why="asked for"))
+    return candidates
 
 
 def lengths_of(arguments: Arguments, wanted: Mapping[str, Sequence[str]]) -> list[float]:
-    """Return the lengths at which candidates are tried, shortest first: a quarter, a half, all of the script's own.
+    """Return the lengths at which candidates are tried, as shares of the script's own: about 1/4, 1/2 and 1.
 
-    One (the whole) where the script has no argument for its length, or a person varies it.
+    Only the whole length if the script has no argument for it, or the user varies that argument.
     """
     length = arguments.length
     if length is None or any(role_of(name) in (Role.EPOCHS, Role.STEPS) for name in wanted):
         return [1.0]
     lengths = sorted({max(1, math.ceil(length.number * share)) for share in (0.25, 0.5, 1.0)})
-    return [min(1.0, whole / length.number) for whole in lengths]
+    return [min(1.0, rounded / length.number) for rounded in lengths]
 
 
 def at_length(candidate: Candidate, arguments: Arguments, share: float) -> Candidate:
-    """Return a candidate for a shorter training whose schedule is as complete as that of the whole one.
+    """Return a candidate for a shorter training, with a schedule that still completes.
 
-    What is counted in steps goes with it: warm-up and decay, and with a larger batch the length itself and the steps
-    between two looks at the quality, so that as many samples pass between them.
+    Arguments that count steps are scaled too: warm-up and decay; and with a larger batch the length itself and the
+    steps between two validations, so that the same number of samples is trained between them.
 
     Args:
-        candidate: For the whole length.
-        arguments: The script's.
-        share: Of the length, from 0 to 1.
+        candidate: The candidate for the whole length.
+        arguments: The script's arguments.
+        share: Share of the script's length, from 0 to 1.
     """
     times = _batch_factor(candidate, arguments)
     changes = dict(candidate.arguments)
 
     def set_to(argument: Argument, by: float, most: float = math.inf) -> None:
         if argument.name not in candidate.arguments:
+            # Less 1e-9: rounding errors of the product must not add a step.
             value = max(1, min(most, math.ceil(argument.number * by - 1e-9)))
             if value != argument.number:
                 changes[argument.name] = shown(int(value))
@@ -135,7 +140,7 @@ def at_length(candidate: Candidate, arguments: Arguments, share: float) -> Candi
     for argument in arguments.all_of(Role.LOOKS):
         set_to(argument, 1 / times, most)
     plan = dict(candidate.plan)
-    if isinstance(schedule := plan.get("schedule"), dict):  # its steps are of the whole length, with this batch
+    if isinstance(schedule := plan.get("schedule"), dict):  # its steps are for the whole length, with this batch
         plan["schedule"] = {
             **schedule,
             "steps": max(1, math.ceil(int(schedule["steps"]) * _shortened(changes, arguments, times))),
@@ -144,7 +149,7 @@ def at_length(candidate: Candidate, arguments: Arguments, share: float) -> Candi
 
 
 def _shortened(changes: Mapping[str, str], arguments: Arguments, times: float) -> float:
-    """Return the share of the script's own samples that a command line trains on, its batch `times` as large."""
+    """Return the share of the script's samples that a command line trains on, with a batch `times` as large."""
     length = arguments.length
     if length is None:
         return 1.0
@@ -153,7 +158,7 @@ def _shortened(changes: Mapping[str, str], arguments: Arguments, times: float) -
 
 
 def _batch_factor(candidate: Candidate, arguments: Arguments) -> float:
-    """Return how many times as large a candidate's batch is as the script's own."""
+    """Return how many times larger a candidate's batch is than the script's own."""
     if isinstance(times := candidate.plan.get("batch_scale"), int):
         return float(times)
     batch = arguments.of.get(Role.BATCH)

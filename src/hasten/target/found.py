@@ -1,4 +1,4 @@
-"""The result of a search for the time to a goal, as plain data; written to `hasten-target.json`."""
+"""Result of a search for the shortest time to a goal, as plain data; written to `hasten-target.json`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hasten.tuner.proof import Answer, Ratio
 from hasten.tuner.report_paths import without_paths
 
 SCHEMA = "hasten-target/1"
-_ENOUGH = 3  # pairs of fresh seeds behind a claim
+_ENOUGH = 3  # pairs of fresh seeds that a proof needs
 
 
 @dataclass(frozen=True)
 class SeedPair:
-    """The script as it is and the winner under the same seed, which the search had not seen.
+    """The unchanged script and the winner with the same seed, one that the search had not used.
 
     Attributes:
-        seed: Shift of the script's seeds.
-        plain: Seconds until the script as it is reached the goal; None: it never did, in `plain_seconds`.
-        plain_seconds: How long it ran; it is stopped where it has reached the goal.
-        winner: Seconds until the winner reached it.
-        winner_seconds: How long the winner's whole run takes.
+        seed: Offset added to the script's seeds.
+        plain: Seconds until the unchanged script reached the goal; None: not within `plain_seconds`.
+        plain_seconds: Seconds that it ran; it is stopped once it has reached the goal.
+        winner: Seconds until the winner reached the goal.
+        winner_seconds: Seconds of the winner's whole run.
     """
 
     seed: int
@@ -42,27 +42,29 @@ class SeedPair:
 
     @property
     def ratio(self) -> float:
-        """How many times sooner the winner is; at least so many times where the script as it is never got there."""
+        """How many times sooner the winner is; a lower bound if the unchanged script never reached the goal."""
         return (self.plain if self.plain is not None else self.plain_seconds) / self.winner
 
 
 @dataclass(frozen=True)
 class Found:
-    """Everything one search measured.
+    """Everything that a search measured.
 
     Attributes:
-        understood: Which number of the script is the quality, in words.
-        example: A line with it.
+        goal: The quality to be reached.
+        understood: Which of the script's numbers is taken as the quality, in words.
+        example: A reported line with that number.
         runs: All runs, in order.
-        winner: Of `runs`, the one that is offered; None: nothing was found.
-        command: The training's own command line.
+        winner: The run among `runs` that is offered; None if nothing better was found.
+        command: The training's command line.
         offered: The winner's command line.
         plan: The winner's techniques.
-        pairs: On fresh seeds.
-        cost: Seconds of all runs.
+        pairs: Runs of the unchanged script and the winner on fresh seeds.
+        cost: Seconds of all runs together.
+        has_length: Whether the script has an argument for its length.
         untried: What there was no time for, a sentence each.
-        notes: What else there is to say.
-        interrupted: Ctrl-C ended it.
+        notes: Further remarks, a sentence each.
+        interrupted: Whether Ctrl-C ended the search.
     """
 
     goal: Goal
@@ -85,17 +87,17 @@ class Found:
 
     @property
     def first(self) -> FullRun:
-        """The script as it is, with its own seeds."""
+        """The unchanged script's run with its own seeds."""
         return self.runs[0]
 
     @property
     def ratio(self) -> Ratio | None:
-        """How many times sooner the goal is reached, on fresh seeds, with its interval; None without a pair."""
+        """How many times sooner the goal is reached on fresh seeds, with its interval; None without a pair."""
         return ratio_of(self.pairs)
 
     @property
     def proven(self) -> Answer:
-        """Whether the winner reaches the goal sooner: shown by three pairs, refuted, or not known."""
+        """Whether the winner reaches the goal sooner. With fewer than three pairs the answer is not known."""
         ratio = self.ratio
         if ratio is None or len(self.pairs) < _ENOUGH:
             return Answer.NOT_KNOWN
@@ -103,14 +105,14 @@ class Found:
 
     @property
     def pays_after(self) -> int | None:
-        """Trainings after which the search has paid for itself, by what a whole run saves; None: never."""
+        """Number of trainings after which the search has paid for itself; None: never, or not measured."""
         if self.winner is None or not self.pairs:
             return None
         saved = self.first.seconds - sum(pair.winner_seconds for pair in self.pairs) / len(self.pairs)
         return math.ceil(self.cost / saved) if saved > 0 else None
 
     def to_json(self) -> str:
-        """Return the text of `hasten-target.json`; paths are relative to the working folder."""
+        """Return the text of `hasten-target.json`, with paths relative to the working directory."""
         data = dataclasses.asdict(without_paths(self))
         ratio = self.ratio
         data |= {
@@ -122,7 +124,11 @@ class Found:
         return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the result to a file atomically.
+
+        Raises:
+            HastenError: The file holds other content, or cannot be written.
+        """
         files.write_own(path, self.to_json(), "the figures", is_found, "name another file with --out")
 
 
@@ -130,9 +136,9 @@ is_found = files.json_of(SCHEMA)
 
 
 def ratio_of(pairs: Sequence[SeedPair]) -> Ratio | None:
-    """Return how many times sooner the winners of pairs are: the geometric mean, with Student's t interval.
+    """Return how many times sooner the winners are: the geometric mean, with Student's t interval.
 
-    One pair has no interval: it is from nothing to anything.
+    None without a pair. With a single pair the interval is 0 to infinity.
     """
     if not pairs:
         return None

@@ -1,7 +1,7 @@
-"""One whole run of the training in a process of its own, with other arguments or a plan, listened to from outside.
+"""Run a whole training in a separate process, with other arguments or a plan, and read the quality from its output.
 
-What the script writes goes to a scratch folder. It trains at full speed: no step is timed, and lines get their time as
-they come.
+The script's files go to a scratch folder. It trains at full speed: no step is timed, and each reported line gets its
+time from the parent process, as it arrives.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from hasten.target.run_observer import VARIABLE
 from hasten.techniques import toml_value
 from hasten.tuner.trial import last_lines
 
-_LOOK = 0.05  # seconds between two looks at what was printed
+_LOOK = 0.05  # seconds between two reads of the output
 _DEAD = ("crashed", "out of memory", "nothing reported", "idle")
 _NEVER = 1 << 62  # batches, epochs and steps that bound nothing
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate to try: other values of the script's own arguments, techniques, or both.
+    """A candidate to try: other values of the script's arguments, techniques, or both.
 
     Attributes:
-        arguments: Name -> value, as they stand on a command line.
+        arguments: Name -> value, as on the command line.
         plan: Technique -> setting.
-        why: Where its values come from.
+        why: Where the values come from.
     """
 
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -61,20 +61,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FullRun:
-    """A whole run that is over.
+    """A finished run of the training.
 
     Attributes:
-        candidate: What it was run with.
-        share: Of the script's own length, from 0 to 1.
-        seed: Shift of the script's seeds.
-        part: "first", "halving", "shorter", "longer" or "fresh seeds".
-        outcome: "reached", "missed", "slower" (stopped: it took longer than it could to be of use), "crashed", "out of
-            memory", "nothing reported", "idle" (its techniques found nothing to act on).
-        seconds: How long it ran.
-        to_goal: Seconds until it reported that the goal was reached; None: it never did.
-        whole: Whether it came to its own end, so that `seconds` is how long the script takes.
-        readings: What it reported of the quality.
+        candidate: The arguments and techniques it ran with.
+        share: Share of the script's own length, from 0 to 1.
+        seed: Offset added to the script's seeds.
+        part: Part of the search: "first", "halving", "shorter", "longer" or "fresh seeds".
+        outcome: "reached", "missed", "slower" (stopped because it took too long to be of use), "crashed", "out of
+            memory", "nothing reported" or "idle" (its techniques found nothing to act on).
+        seconds: Seconds that it ran.
+        to_goal: Seconds until a reading met the goal; None: none did, or the run has no valid result.
+        whole: Whether the script exited by itself with code 0, so that `seconds` is its full duration.
+        readings: The reported values of the quality.
         reason: Why it failed, in one line.
+        log: The last lines of output, if it crashed.
     """
 
     candidate: Candidate
@@ -91,26 +92,31 @@ class FullRun:
 
     @property
     def lived(self) -> bool:
-        """Whether it came to report anything: one that crashed has no result."""
+        """Whether the run has a result: it neither crashed, was idle nor reported nothing."""
         return self.outcome not in _DEAD
 
     @property
     def reached(self) -> bool:
-        """Whether it reached the goal."""
+        """Whether the run reached the goal."""
         return self.to_goal is not None
 
 
 @dataclass
 class FullRuns:
-    """Runs a training, one run after the other.
+    """Runs a training several times, one run after the other.
 
     Args:
-        arguments: The process's arguments.
-        command: The training's own command line.
-        scratch: Folder for what the runs write.
-        goal: What is to be reached.
-        only: A text that a printed line must hold to count.
-        deadline: On the monotonic clock: no run goes on beyond it. None: there is none.
+        arguments: Command line of the process that runs the training.
+        command: The training's command line.
+        scratch: Folder for the files that the runs write.
+        goal: The quality to be reached.
+        only: Text that a printed line must contain to count; "": every line counts.
+        deadline: Time on the monotonic clock at which a run is stopped; None: no deadline.
+
+    Attributes:
+        kind: Which of the reported numbers is the quality; None until the first run showed it.
+        done: The finished runs.
+        facts: Facts that the first run reported about its arguments, loader and optimizer.
     """
 
     arguments: Sequence[str]
@@ -124,7 +130,7 @@ class FullRuns:
     facts: list[dict[str, Any]] = field(default_factory=list)
 
     def first(self) -> tuple[FullRun, Readings]:
-        """Run the script as it is; what it reports, and `facts` of its arguments and optimizer, are kept."""
+        """Run the unchanged script; return the run and its readings, and keep its `facts`."""
         run, readings, self.facts = self._run(Candidate(), 1.0, 0, "first", self.goal, None, stop=False)
         return run, readings
 
@@ -141,13 +147,13 @@ class FullRuns:
         """Run the training with a candidate.
 
         Args:
-            candidate: What it is run with.
-            share: Of the script's own length, for the record.
-            seed: Shift of the script's seeds.
-            part: Of the search, for the record.
-            goal: What it must have reached by `most`; easier than that of all where it is a shortened run.
-            most: Seconds after which it is stopped unless it has reached that; None: never.
-            stop: End it once it has reached the goal of all: what comes behind it is known.
+            candidate: The arguments and techniques to run with.
+            share: Share of the script's own length, for the record.
+            seed: Offset added to the script's seeds.
+            part: Part of the search, for the record.
+            goal: What must be reached within `most`; for a shortened run, easier than the search's goal.
+            most: Seconds after which the run is stopped unless it has reached `goal`; None: never.
+            stop: Stop the run once it has reached the search's goal, because its remaining duration is not needed.
         """
         return self._run(candidate, share, seed, part, goal, most, stop)[0]
 
@@ -176,6 +182,7 @@ class FullRuns:
         self._hear(readings, tails, seconds, last=True)
         for tail in tails.values():
             tail.close()
+        # The first run has no kind yet: its caller chooses one from the readings.
         values = tuple(readings.of_kind(self.kind)) if self.kind is not None else ()
         to_goal = self._met(readings, self.goal)
         log_end = last_lines(folder / "log")
@@ -186,7 +193,7 @@ class FullRuns:
         if idle and outcome in ("reached", "missed"):
             outcome, reason = "idle", "; ".join(f"{name}: {why}" for name, why in idle.items())
         if outcome in ("crashed", "out of memory", "idle"):
-            to_goal = None  # a run that dies has no result, whatever it reported before; one that changed nothing, too
+            to_goal = None  # such a run has no result, whatever it reported before
         run = FullRun(
             candidate, share, seed, part, outcome, seconds, to_goal, code == 0, values, reason,
             log_end if outcome == "crashed" else "",
@@ -195,6 +202,7 @@ class FullRuns:
         return run, readings, facts
 
     def _start(self, candidate: Candidate, seed: int, folder: Path, log: Any) -> Child:
+        """Start the training as a trial without bounds, so that it runs to its own end."""
         trial = TrialOptions(str(folder), _NEVER, _NEVER, _NEVER, seconds=float(_NEVER), seed=seed, cut=False)
         inside = DoctorOptions(steps=0, seconds=0.0, sample=False, observers=("hasten.target.run_observer",))
         config = RunConfig(dict(candidate.plan), "", self.command, trial, quiet=True, doctor=inside)
@@ -209,27 +217,27 @@ class FullRuns:
                 readings.hear(where, line, seconds)
 
     def _met(self, readings: Readings, goal: Goal) -> float | None:
-        """Return when the goal was reached; None as long as it was not."""
+        """Return the seconds at which the goal was reached; None while it was not."""
         if self.kind is None:
             return None
         return time_to(goal, readings.of_kind(self.kind))
 
 
 def _facts(folder: Path) -> list[dict[str, Any]]:
-    """Read the facts that a run wrote of itself."""
+    """Read the facts that a run's process wrote about itself."""
     tail = Tail(folder / "facts")
-    found = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
+    facts = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
     tail.close()
-    return found
+    return facts
 
 
 def time_to(goal: Goal, readings: Sequence[Reading]) -> float | None:
-    """Return the seconds at which a reading met the goal first; None where none did."""
+    """Return the seconds at which a reading first met the goal; None if none did."""
     return next((reading.seconds for reading in readings if goal.is_met(reading.value)), None)
 
 
 def _outcome(code: int | None, late: bool, to_goal: float | None, heard: bool, log: str) -> tuple[str, str]:
-    """Return how a run ended, and why in one line."""
+    """Return how a run ended, and the reason in one line. `code` is None if the run was stopped."""
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     if code is None:
         return ("slower", "stopped: it took too long") if late else ("reached", "stopped there")

@@ -1,4 +1,9 @@
-"""Readings of a quality in a run: which of its printed or logged numbers is meant, and when it had which value."""
+"""Read a quality from a run's output: find the number that the goal names, and its values over time.
+
+Each printed or logged line is searched for numbers with a label (`numbers_of`). Label and goal are reduced to sets of
+normalized words (`meant`), so that `val_loss` fits `Validation Loss: 1.9`. Fitting numbers are grouped by `Kind`, and
+after the first run `Readings.chosen` picks the kind that the goal means, or refuses if several may be meant.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ _SHOWN = 8  # names that a message lists
 
 @dataclass(frozen=True)
 class Reading:
-    """A value, and when it was reported: seconds from the start of the process."""
+    """A reported value, and when it was reported, in seconds from the start of the process."""
 
     seconds: float
     value: float
@@ -26,13 +31,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Kind:
-    """Identifies one number of a script among its others.
+    """Identifies one of the numbers that a script reports.
 
     Attributes:
         where: "printed", or "logged" (TensorBoard, hasten's CSVLogger).
-        label: What stands before it, as it is written.
-        head: The first word of its line: `Test: ... Acc@1 70` is another number than `Epoch: ... Acc@1 70`.
-        exact: Whether its label says what the goal's name says, and no more.
+        label: The text before the number, as written.
+        head: The first word of the line: `Test: ... Acc@1 70` is another number than `Epoch: ... Acc@1 70`.
+        exact: Whether the label has the same words as the goal's name, and no more.
     """
 
     where: str
@@ -50,21 +55,26 @@ class Readings:
     """The readings of one run, by kind.
 
     Args:
-        goal: Whose name is looked for.
-        only: A text that a printed line must hold to count; "": any line.
+        goal: The goal whose name is searched for.
+        only: Text that a printed line must contain to count; "": every line counts.
+
+    Attributes:
+        of: Kind -> its readings in order of time, for kinds whose label fits the goal's name.
+        others: Labels that do not fit, for an error message.
+        examples: Kind -> the first line with it.
     """
 
     goal: Goal
     only: str = ""
     of: dict[Kind, list[Reading]] = field(default_factory=dict)
-    others: set[str] = field(default_factory=set)  # labels that do not fit, for a message
+    others: set[str] = field(default_factory=set)
     examples: dict[Kind, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._wanted = meant(self.goal.name)
 
     def hear(self, where: str, line: str, seconds: float) -> None:
-        """Take a line that came so many seconds after the start."""
+        """Take in a line that was reported `seconds` after the start."""
         if self.only and where == PRINTED and self.only not in line:
             return
         head = next(iter(re.findall(r"[^\W\d_]{2,}", line)), "") if where == PRINTED else ""
@@ -85,11 +95,12 @@ class Readings:
         """Return the kind that the goal means.
 
         Raises:
-            HastenError: There was none, or several that may be meant.
+            HastenError: No number fits the goal's name, or several do.
         """
         if not self.of:
             raise HastenError(f"the run reported no {self.goal.name!r}{self._said()}", self._fix())
         kinds = list(self.of)
+        # Each preference narrows the choice, unless it would leave nothing.
         for prefer in (
             [kind for kind in kinds if kind.where == PRINTED],
             [kind for kind in kinds if kind.exact],
@@ -117,10 +128,10 @@ class Readings:
 
 
 class Tail:
-    """Reads what a process appends to a file, line by line, as it comes.
+    """Reads the lines that a process appends to a file, as they come.
 
     Args:
-        path: The file; it may come later.
+        path: The file; it need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +140,7 @@ class Tail:
         self._rest = b""
 
     def lines(self, last: bool = False) -> list[str]:
-        """Return the lines that came since the last call; the `last` time also one that does not end."""
+        """Return the lines that came since the last call; with `last`, an unfinished line too."""
         if self._file is None:
             try:
                 self._file = self._path.open("rb")
@@ -154,27 +165,29 @@ _NUMBER = re.compile(
 )
 _OUT_OF = re.compile(r"\s*/\s*(\d+)(?![\w.])")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_BREAKS = re.compile(r"[,;|\t{}\[\]()]|\s-\s|\s{3,}")  # nothing before it belongs to the name of what comes behind
-_HEADER = re.compile(r"^\W*(?P<words>[\w ]{2,40}?)\s*:\s*\S")  # `val: loss 0.4 acc 0.8`: of both
+_BREAKS = re.compile(r"[,;|\t{}\[\]()]|\s-\s|\s{3,}")  # text before it is not part of the label of a later number
+_HEADER = re.compile(r"^\W*(?P<words>[\w ]{2,40}?)\s*:\s*\S")  # in `val: loss 0.4 acc 0.8`, "val" applies to both
 _WORDS = re.compile(r"@?[^\W_]+(?:@\d+)?")
 
 _SAME = {
     "validation": "val", "valid": "val", "eval": "val", "evaluation": "val", "dev": "val",
     "testing": "test", "training": "train", "accuracy": "acc", "perplexity": "ppl", "top1": "acc@1", "top5": "acc@5",
 }  # fmt: skip
+# Words of a label that are ignored.
 _EMPTY = {"average", "avg", "mean", "set", "total", "epoch", "on", "the", "of", "is", "results", "result", "metrics"}
 _SPLITS = {"val", "test", "train"}
+# Words that make it another quality: `best val loss` is not `val loss`.
 _MARKS = _SPLITS | {"best", "ema", "worst", "min", "max", "std", "previous", "last", "running", "smoothed"}
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """A number in a line.
+    """A number in a line, with its label.
 
     Attributes:
-        label: What stands before it, as it is printed.
-        words: What that means: in lower case, one word for the same thing, in order of the alphabet.
-        value: The number; of `9897/10000` the share.
+        label: The text before the number, as printed.
+        words: The label's normalized words, in alphabetical order (see `meant`).
+        value: The number; the share for a fraction such as `9897/10000`.
     """
 
     label: str
@@ -183,10 +196,10 @@ class Labelled:
 
 
 def numbers_of(line: str) -> list[Labelled]:
-    """Return the numbers of a line that have a label, in their order."""
+    """Return the labelled numbers of a line, in order."""
     line = _COLOURS.sub("", line)[:2000]
-    found: list[Labelled] = []
-    end, carried = 0, ""
+    labelled: list[Labelled] = []
+    end, carried = 0, ""  # `carried`: the split named by a header, for the numbers after it
     for match in _NUMBER.finditer(line):
         if match.start() < end:
             continue  # the second number of `3/10`
@@ -208,21 +221,22 @@ def numbers_of(line: str) -> list[Labelled]:
         value = float(match[0].replace("_", ""))
         if out_of and float(out_of[1]):
             value /= float(out_of[1])
-        found.append(Labelled(label, tuple(sorted(words)), value))
-    return found
+        labelled.append(Labelled(label, tuple(sorted(words)), value))
+    return labelled
 
 
 def meant(label: str) -> tuple[str, ...]:
-    """Return a label's words, one word for the same thing, in order of the alphabet: "Validation Loss" -> loss, val."""
+    """Return a label's words, normalized: lower case, synonyms merged, sorted. "Validation Loss" -> loss, val."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label)  # valLoss
     words = (_SAME.get(word, word) for word in _WORDS.findall(spaced.lower()))
     return tuple(sorted({word for word in words if word not in _EMPTY}))
 
 
 def fits(wanted: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Whether a number's words name what is wanted: all of its words, and no other that makes another thing of it.
+    """Return whether a number's words name the wanted quality: all of its words, and none that marks another quality.
 
-    `loss` does not fit `val loss`, nor does `val_loss` fit `best val loss`; `val_loss` fits `fold val loss`.
+    Wanted `loss` does not fit `val loss`, nor does wanted `val_loss` fit `best val loss`; `val_loss` fits
+    `fold val loss`.
     """
     left = set(words) - set(wanted)
     return bool(wanted) and set(wanted) <= set(words) and not left & _MARKS

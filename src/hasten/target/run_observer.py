@@ -1,6 +1,7 @@
-"""In a run's process: what its arguments are, which optimizer it steps, and what it logs; each as a line of a file.
+"""Runs inside the training's process: reports its arguments, optimizer and loader, and the metrics that it logs.
 
-The run goes on as without: nothing is read from a device that the script does not read itself.
+Facts and logged metrics are appended to two files, a line each, which the searching process reads. The training is not
+changed: no value is read from a device that the script would not read itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CSV = "hasten.trainer.loggers.csv_logger"
 
 
 def install(session: Session) -> None:
-    """Listen; called by the session of a run as torch is imported."""
+    """Install the taps; called by the run's session as torch is imported. Only rank 0 reports."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     if session.rank:
@@ -54,16 +55,17 @@ def install(session: Session) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line in one write, so that a reader never sees half of it."""
+    """Append a line in a single write, so that a reader never sees half a line."""
     try:
         with path.open("ab", buffering=0) as file:
             file.write(f"{line}\n".encode("utf-8", "replace"))
-    except OSError as error:  # a full disk: the run goes on, and its reader finds less
+    except OSError as error:  # such as a full disk: the training must go on; its reader gets less
         messages.tell(f"hasten: cannot note what the run logs: {error}")
 
 
 def _parsing(plain: Any, tell: Callable[[str], None]) -> Any:
-    inside: list[bool] = []  # of `parse_args`, or of the parser of a subcommand, which parse through this as well
+    """Return `parse_known_args` that also reports the parsed arguments."""
+    inside: list[bool] = []  # during a call: the parser of a subcommand is called through this method as well
 
     def parse_known_args(self: Any, args: Any = None, namespace: Any = None, **options: Any) -> Any:
         if inside:
@@ -73,7 +75,8 @@ def _parsing(plain: Any, tell: Callable[[str], None]) -> Any:
             parsed = plain(self, args, namespace, **options)
         finally:
             inside.clear()
-        if args is None or list(args) == sys.argv[1:]:  # else it is of no line that a person writes
+        # Other arguments than the process's own do not come from the command line that the user writes.
+        if args is None or list(args) == sys.argv[1:]:
             tell(json.dumps({"arguments": _arguments(self, parsed[0])}))
         return parsed
 
@@ -81,7 +84,7 @@ def _parsing(plain: Any, tell: Callable[[str], None]) -> Any:
 
 
 def _arguments(parser: Any, parsed: Any) -> list[dict[str, Any]]:
-    """Return the options that take a value: as they are spelled, and what they are in this run."""
+    """Return the options that take one value: their spellings, and their value in this run."""
     return [
         {"options": action.option_strings, "value": value}
         for action in parser._actions
@@ -92,14 +95,14 @@ def _arguments(parser: Any, parsed: Any) -> list[dict[str, Any]]:
 
 
 def _count_steps(optimizer: Any, tell: Callable[[str], None]) -> None:
-    """Tell at the end how many steps an optimizer took, the one that is about to begin included."""
+    """Report at exit how many steps an optimizer took, including the one about to begin."""
     count = itertools.count()
     optimizer.register_step_post_hook(lambda *_: (next(count), None)[1])
     atexit.register(lambda: tell(json.dumps({"steps": next(count)})))
 
 
 def _tell_idle(session: Session, tell: Callable[[str], None]) -> None:
-    """Tell which techniques found nothing to act on, or left it alone: the run was the script's own."""
+    """Report the techniques that had no effect: they found nothing to act on, or left all of it alone."""
     idle = {
         technique.name: "; ".join(technique.acted) or f"found no {technique.acts_on.removeprefix('a ')}"
         for technique in session.run.techniques
@@ -110,17 +113,17 @@ def _tell_idle(session: Session, tell: Callable[[str], None]) -> None:
 
 
 def _tap_loaders(tell: Callable[[str], None]) -> None:
-    """Tell of the first loader that shuffles, whose batches may be made larger."""
+    """Report the batch size of the first shuffling loader, which `batch_scale` can enlarge."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-    told: list[int] = []
+    reported: list[int] = []
 
     def building(plain: Any) -> Any:
         def build(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
             batches = self.batch_sampler
-            if not told and type(batches) is BatchSampler and isinstance(batches.sampler, RandomSampler):
-                told.append(batches.batch_size)
+            if not reported and type(batches) is BatchSampler and isinstance(batches.sampler, RandomSampler):
+                reported.append(batches.batch_size)
                 tell(json.dumps({"loader": batches.batch_size}))
 
         return build
@@ -129,17 +132,21 @@ def _tap_loaders(tell: Callable[[str], None]) -> None:
 
 
 def _tap_writer(session: Session, name: str, tell: Callable[[str], None]) -> None:
+    """Report the scalars that a TensorBoard writer writes."""
     try:
         tap(sys.modules[name].SummaryWriter, "add_scalar", lambda plain: _adding(plain, tell))
-    except AttributeError as error:  # a library of the same name that is another one
+    except AttributeError as error:  # another library, or version, with a module of this name
         session.run.skip(f"tap {name}", error)
 
 
 def _adding(plain: Any, tell: Callable[[str], None]) -> Any:
+    """Return `add_scalar` that also reports the scalar."""
+
     def add_scalar(self: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            scalar_value = float(scalar_value)  # once: the writer would read it from the device a second time
-        except (TypeError, ValueError):  # no number: the writer says so best
+            # Converted once and passed on: given a tensor, the writer would read it from the device a second time.
+            scalar_value = float(scalar_value)
+        except (TypeError, ValueError):  # not a number: the writer raises the clearer error
             return plain(self, tag, scalar_value, *args, **kwargs)
         tell(f"{tag}: {scalar_value!r}")
         return plain(self, tag, scalar_value, *args, **kwargs)
@@ -148,6 +155,8 @@ def _adding(plain: Any, tell: Callable[[str], None]) -> Any:
 
 
 def _tap_csv(tell: Callable[[str], None]) -> None:
+    """Report the metrics that hasten's CSVLogger writes."""
+
     def logging(plain: Any) -> Any:
         def log_metrics(self: Any, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             for name, value in metrics.items():

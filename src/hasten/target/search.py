@@ -1,4 +1,11 @@
-"""The search: the script as it is, candidates in successive halving, shorter trainings of what won, fresh seeds."""
+"""Search for the arguments with which a training reaches its goal soonest.
+
+1. Run the unchanged script once, whole: it gives the seconds to the goal that a candidate must beat.
+2. Successive halving: run all candidates at a fraction of the length, and the best third at the next length.
+3. Shorten the best training as far as its own curve allows.
+4. Confirm: run the best and the unchanged script in turn on seeds that the search has not used. Choosing the best of
+   many favours luck, so only these runs count for the claim. A finalist that misses the goal there is dropped.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +24,24 @@ from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
 from hasten.target.spending import Account, Say, TargetOptions, useless_after
 
-_KEPT = 3  # of so many candidates one goes on to the next length
-_LONGER = 1.5  # times what was too short on a fresh seed
-_SHORTER = 2  # times that the winner is made shorter
+_KEPT = 3  # one candidate in so many goes on to the next length
+_LONGER = 1.5  # factor of the length, for a finalist that was too short on a fresh seed
+_SHORTER = 2  # attempts to shorten the winner
 _FINALISTS = 4  # tried on fresh seeds, one after the other, until one reaches the goal on all
-_GAIN = 0.97  # of the script's own time, below which something is sooner
-_AS_SOON = 1.05  # up to which something that ends earlier counts as no later
-_BUSY = 1.2  # times what a longer run took, which no shorter one takes on a machine that does nothing else
-_USUAL_GAIN = 1.4
+_GAIN = 0.97  # share of the unchanged script's time below which a run counts as sooner
+_AS_SOON = 1.05  # share of its time to the goal up to which a run that ends earlier counts as no later
+_BUSY = 1.2  # a shorter run that takes so many times a longer run's seconds shows that the machine was busy
+_USUAL_GAIN = 1.4  # speed-up assumed to tell the user beforehand after how many trainings the search pays
 
 
 @dataclass
 class _Length:
-    """Results of one length of training.
+    """The bar that candidates must reach at one length of training.
 
     Attributes:
-        share: Of the script's own length.
-        goal: What a candidate must reach here: the goal of all, or what the script as it is reaches, if that is less.
-        seconds: Until the script as it is reached it.
+        share: Share of the script's own length.
+        goal: The search's goal, or the best value of the unchanged script at this length if that is easier.
+        seconds: Seconds until the unchanged script reached it.
     """
 
     share: float
@@ -47,13 +54,12 @@ def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
 
     Args:
         runs: Runs the training.
-        options: What a person asks.
-        say: Receives progress, a line each.
+        options: The user's options.
+        say: Receives progress, a line at a time.
 
     Raises:
-        HastenError: The script fails without any plan, reports no such quality, never reaches the goal, or has nothing
-            to vary.
-        KeyboardInterrupt: Ctrl-C, before anything was known.
+        HastenError: The script fails, reports no such quality or never reaches the goal, or there is nothing to vary.
+        KeyboardInterrupt: Ctrl-C during the first run, before there is any result.
     """
     if options.budget is not None:
         runs.deadline = time.monotonic() + options.budget
@@ -68,7 +74,7 @@ def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
 
 
 class _Search:
-    """One search as it goes on."""
+    """State and steps of one search."""
 
     def __init__(self, runs: FullRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
         self.account = Account(runs, options, say, plain)
@@ -78,11 +84,12 @@ class _Search:
         self.finalists: list[FullRun] = []
         self.winner: FullRun | None = None
         self.fresh = FreshSeeds(self.account)
-        self.origin: dict[int, Candidate] = {}  # id of a run (all are kept) -> its candidate, for the whole length
+        # id of a run -> its candidate for the whole length. `runs.done` keeps all runs, so no id is used twice.
+        self.origin: dict[int, Candidate] = {}
         self.untried, self.notes = self.account.untried, self.account.notes
 
     def run(self) -> None:
-        """Search; what is known by then stays where Ctrl-C ends it."""
+        """Run all parts of the search. After Ctrl-C, `found` returns the result so far."""
         candidates = self._candidates()
         seconds, most = self.plain.run.seconds, self.options.runs
         pays = math.ceil(most / (1 - 1 / _USUAL_GAIN))
@@ -97,25 +104,33 @@ class _Search:
         self._confirm()
 
     def _candidates(self) -> list[Candidate]:
+        """Return the candidates to try: those of `--vary`, or else proposed ones.
+
+        Raises:
+            HastenError: There is nothing to vary.
+        """
         plain = self.plain
         if self.wanted:
             return asked_for(self.wanted, plain.arguments)
-        seen = [f"{role} {one.name} {one.value}" for role, one in plain.arguments.of.items()]
-        self.say(f"arguments: {', '.join(seen) or 'none that set a rate, a batch or a length'}")
-        found = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch), plain.steps)
-        if not found and plain.arguments.length is None:
+        recognised = [f"{role} {argument.name} {argument.value}" for role, argument in plain.arguments.of.items()]
+        self.say(f"arguments: {', '.join(recognised) or 'none that set a rate, a batch or a length'}")
+        candidates = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch), plain.steps)
+        if not candidates and plain.arguments.length is None:
             known = sorted(name for name in plain.arguments.every if name.startswith("-"))
             raise HastenError(
                 "the script has no argument for its learning rate, its batch size or its length that hasten knows, "
                 "and no optimizer of torch's was seen" + (f" among {', '.join(known)}" if known else ""),
                 'name one with values: --vary "--lr=1e-3,3e-3"',
             )
-        return found
+        return candidates
 
     # -- cost ------------------------------------------------------------------------------------------------
 
     def _aside(self) -> float:
-        """Seconds that fresh seeds will take, both sides; of one of them as long as there is nothing to confirm."""
+        """Return the seconds to reserve for confirming on fresh seeds.
+
+        With a finalist, all seeds with both sides; without one, a rough reserve of 1.5 times the script's time to goal.
+        """
         if not self.finalists:
             return 1.5 * self.plain.to_goal
         return self.options.seeds * (self.plain.to_goal + self.finalists[0].seconds)
@@ -123,7 +138,7 @@ class _Search:
     # -- successive halving ----------------------------------------------------------------------------------
 
     def _halve(self, candidates: list[Candidate]) -> None:
-        """Run candidates for a part of the length, the script as it is among them, and the best for longer."""
+        """Run the candidates and the unchanged script at growing lengths, and each time keep the best third."""
         alive, lengths = candidates, lengths_of(self.plain.arguments, self.wanted)
         for share, longer in zip(lengths, [*lengths[1:], math.nan], strict=True):
             length = self._length(share)
@@ -144,11 +159,17 @@ class _Search:
                 return
 
     def _may_win(self, run: FullRun, times: float) -> bool:
-        """Whether a run may be the best when it is so many times as long: one with a large batch is soon at its end."""
+        """Return whether a run may still win at `times` its length.
+
+        Not if it has reached the goal already, nor if it would then take longer than the best finalist.
+        """
         return not run.reached and (not self.finalists or times * run.seconds < self.finalists[0].seconds)
 
     def _length(self, share: float) -> _Length | None:
-        """Run the script as it is at this length; None where there is no time for that, or it fails there."""
+        """Run the unchanged script at this length; return the bar it sets. None if the budget does not allow it.
+
+        If it reports nothing at this length, the whole length is used instead.
+        """
         goal = self.runs.goal
         if share == 1.0:
             return _Length(1.0, goal, self.plain.to_goal)
@@ -171,7 +192,7 @@ class _Search:
         return _Length(share, easier, seconds)
 
     def _try(self, candidate: Candidate, share: float, part: str, goal: Goal, most: float | None) -> FullRun:
-        """Run a candidate for a share of the length, with the script's own seeds; one that ran to its end, once."""
+        """Run a candidate for a share of the length with the script's own seeds; reuse an equal run that completed."""
         shorter = at_length(candidate, self.plain.arguments, share)
         if (
             known := next(
@@ -187,7 +208,7 @@ class _Search:
         return run
 
     def _rank(self, run: FullRun, length: _Length) -> tuple[float, float]:
-        """The sooner a run reached what the script as it is reaches at this length, the better; then by its best."""
+        """Return a run's sort key: seconds until it reached this length's goal, then its best value."""
         seconds = time_to(length.goal, run.readings)
         best = self.runs.goal.best(reading.value for reading in run.readings)
         worth = math.inf if best is None else best if self.runs.goal.falls else -best
@@ -197,7 +218,7 @@ class _Search:
         self.untried += [f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in left]
 
     def _consider(self, run: FullRun) -> None:
-        """Note a run that reached the goal, came to its end and was sooner than the script as it is, or shorter."""
+        """Add a run to the finalists if it completed, reached the goal, and was sooner than the script or shorter."""
         if run.to_goal is None or not run.whole:
             return
         has_length = self.plain.arguments.length is not None
@@ -207,13 +228,13 @@ class _Search:
         )
         if sooner or shorter:
             self.finalists.append(run)
-            # What ends soonest: an unchanged script trains to its end, whenever it has reached the goal.
-            self.finalists.sort(key=lambda one: one.seconds if has_length else one.to_goal or math.inf)
+            # By the whole duration if it can be set: a script trains to its end, however early it reaches the goal.
+            self.finalists.sort(key=lambda run: run.seconds if has_length else run.to_goal or math.inf)
 
     # -- shorter ---------------------------------------------------------------------------------------------
 
     def _shorten(self) -> None:
-        """Make the best training as short as its own curve says it may be."""
+        """Shorten the best training to the point at which its own curve reached the goal, twice at the most."""
         length = self.plain.arguments.length
         if length is None or length.name in self.wanted:
             return
@@ -230,13 +251,13 @@ class _Search:
     # -- fresh seeds -----------------------------------------------------------------------------------------
 
     def _confirm(self) -> None:
-        """Run the best, and the script as it is, on seeds that the search has not seen; a miss is the end of it."""
-        asked: list[FullRun] = []
-        while len(asked) < _FINALISTS:
-            finalist = next((run for run in self.finalists if run not in asked), None)
+        """Run finalists and the unchanged script on fresh seeds; the first finalist without a miss is the winner."""
+        tried: list[FullRun] = []
+        while len(tried) < _FINALISTS:
+            finalist = next((run for run in self.finalists if run not in tried), None)
             if finalist is None:
                 break
-            asked.append(finalist)
+            tried.append(finalist)
             missed = self.fresh.why_not(finalist)
             if not missed:
                 self.winner = finalist
@@ -247,7 +268,7 @@ class _Search:
         self.fresh.pairs = []
 
     def _lengthen(self, run: FullRun) -> None:
-        """Have what was too short on another seed run for half as long again."""
+        """Try a finalist that missed the goal on a fresh seed again, 1.5 times as long."""
         share = min(1.0, _LONGER * run.share)
         if self.plain.arguments.length is not None and run.share < 1 and self.account.affords(_LONGER * run.seconds):
             most = useless_after(_LONGER * run.seconds)
@@ -256,7 +277,7 @@ class _Search:
     # -- the result ------------------------------------------------------------------------------------------
 
     def found(self) -> Found:
-        """Return what is known by now."""
+        """Return the result so far."""
         runs = self.runs
         winner = self.winner or (self.finalists[0] if self.finalists and self.interrupted else None)
         offered = with_arguments(runs.command, winner.candidate.arguments) if winner is not None else runs.command
@@ -283,13 +304,15 @@ class _Search:
 
 
 class FreshSeeds:
-    """Runs finalists and the script as it is on the seeds 1, 2, ..., in turn.
+    """Runs finalists and the unchanged script on the seeds 1, 2, ..., in turn.
+
+    The unchanged script runs once per seed, whatever the number of finalists.
 
     Args:
-        account: The search's.
+        account: The search's account.
 
     Attributes:
-        pairs: Both sides of each seed, of the finalist that was asked last.
+        pairs: Both sides of each seed, for the latest finalist.
     """
 
     def __init__(self, account: Account) -> None:
@@ -298,7 +321,7 @@ class FreshSeeds:
         self._plain: dict[int, FullRun] = {}  # by seed
 
     def why_not(self, finalist: FullRun) -> str:
-        """Return why a finalist is not the winner; "" if it is, also where there was no time to see."""
+        """Return why a finalist is not the winner; "" if it is, or if there was no time to find out."""
         account, self.pairs = self._account, []
         for seed in range(1, account.options.seeds + 1):
             if not account.affords(finalist.seconds + (0.0 if seed in self._plain else account.plain.to_goal)):
@@ -306,6 +329,7 @@ class FreshSeeds:
                     f"fresh seeds from {seed} on: they would have cost more than --runs or --budget allow"
                 )
                 return ""
+            # The side that runs first alternates, so that a drift of the machine's speed does not favour one side.
             if seed % 2:
                 self._plain_of(seed)
             most = max(2 * finalist.seconds, account.plain.to_goal)
@@ -322,7 +346,7 @@ class FreshSeeds:
         return ""
 
     def _plain_of(self, seed: int) -> FullRun:
-        """Run the script as it is on a seed, until it has reached the goal; once."""
+        """Run the unchanged script on a seed until it reaches the goal; return the earlier run if there is one."""
         account = self._account
         if seed not in self._plain:
             goal = account.runs.goal

@@ -1,4 +1,4 @@
-"""The budget of a search: what is spent, what is left, and what is said of its runs."""
+"""Track the budget of a search: the seconds spent, whether another run fits, and the progress lines of its runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hasten.target.baseline import Plain
 from hasten.target.full_run import FullRun, FullRuns
 
-_SLACK, _START = 1.1, 1.0  # times, and seconds for a start, beyond what the other run takes
+_SLACK, _START = 1.1, 1.0  # factor, and seconds for the start-up, that a run may take beyond another run's time
 
 Say = Callable[[str], None]
 
@@ -19,10 +19,10 @@ class TargetOptions:
     """Options of a search.
 
     Attributes:
-        vary: `NAME=VALUE,VALUE` each; empty: the script's rate and batch arguments, if it has any.
-        runs: Cost of all at the most, in whole runs of the script as it is.
-        seeds: Fresh seeds on which the winner is confirmed.
-        budget: Seconds for all at the most; None: as `runs` has it.
+        vary: Texts of the form `NAME=VALUE,VALUE`; empty: the script's rate and batch arguments, if it has any.
+        runs: Most that all runs may cost, in whole runs of the unchanged script.
+        seeds: Number of fresh seeds on which the winner is confirmed.
+        budget: Most seconds that all may take; None: only `runs` limits it.
     """
 
     vary: Sequence[str] = ()
@@ -33,15 +33,15 @@ class TargetOptions:
 
 @dataclass
 class Account:
-    """The runs of a search, and what they may cost.
+    """The runs of a search, and the budget that limits them.
 
     Attributes:
-        runs: Runs the training, and keeps what it ran.
-        options: What a person asks.
-        say: Receives progress, a line each.
-        plain: The script as it is.
+        runs: Runs the training and keeps the finished runs.
+        options: The user's options.
+        say: Receives progress, a line at a time.
+        plain: The unchanged script's run.
         untried: What there was no time for, a sentence each.
-        notes: What a person should know besides, a sentence each.
+        notes: Further remarks for the user, a sentence each.
     """
 
     runs: FullRuns
@@ -53,7 +53,7 @@ class Account:
 
     @property
     def spent(self) -> float:
-        """Seconds that all runs took so far."""
+        """Seconds that all runs have taken so far."""
         return sum(run.seconds for run in self.runs.done)
 
     @property
@@ -62,26 +62,26 @@ class Account:
         return self.runs.deadline is not None and time.monotonic() >= self.runs.deadline
 
     def affords(self, seconds: float, aside: float = 0.0) -> bool:
-        """Return whether a run of so many seconds stays within what all may cost, with some put aside."""
+        """Return whether a run of `seconds` stays within the budget while `aside` seconds remain for later runs."""
         left = self.options.runs * self.plain.run.seconds - self.spent
         if self.runs.deadline is not None:
             left = min(left, self.runs.deadline - time.monotonic())
         return seconds + aside <= left
 
     def tell(self, run: FullRun) -> None:
-        """Say how a run ended."""
+        """Report how a run ended."""
         goal = self.runs.goal
         best = goal.best(reading.value for reading in run.readings)
         seed = f", seed {run.seed}" if run.seed else ""
-        what = f"{run.candidate}{seed}"
+        name = f"{run.candidate}{seed}"
         if run.to_goal is not None:
-            self.say(f"{what}: {goal} after {run.to_goal:.1f} s of {run.seconds:.1f} s")
+            self.say(f"{name}: {goal} after {run.to_goal:.1f} s of {run.seconds:.1f} s")
         else:
             reason = f" ({run.reason})" if run.reason else ""
             at = f", {goal.name} {best:g}" if best is not None else ""
-            self.say(f"{what}: {run.outcome}{reason} in {run.seconds:.1f} s{at}")
+            self.say(f"{name}: {run.outcome}{reason} in {run.seconds:.1f} s{at}")
 
 
 def useless_after(seconds: float) -> float:
-    """Return the seconds after which a run is of no use, where another took so many."""
+    """Return the seconds after which a run is too slow to be of use, given another run's time."""
     return _SLACK * seconds + _START

@@ -1,4 +1,4 @@
-"""The result of a search for the time to a goal, in words: for the terminal and the page."""
+"""Describe the result of a search for the shortest time to a goal, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def title(found: Found) -> str:
 
 
 def detail(found: Found) -> str:
-    """Return what the title rests on."""
+    """Return the evidence for the title: fresh seeds, interval."""
     ratio = found.ratio
     if found.winner is None:
         return "the script's own arguments are the best that was found"
@@ -40,42 +40,42 @@ def detail(found: Found) -> str:
 
 
 def figures(found: Found) -> list[tuple[str, str, str]]:
-    """Return rows of what was measured: label, the script as it is, the winner."""
+    """Return the measured figures as rows: label, unchanged script, winner."""
     first, winner = found.first, found.winner
     if winner is None:
         return []
     rows = [("seconds to the target, in the search", _seconds(first.to_goal), _seconds(winner.to_goal))]
-    rows += [(f"seconds to the target, seed {one.seed}", _plain(one), _seconds(one.winner)) for one in found.pairs]
-    mean = sum(one.winner_seconds for one in found.pairs) / len(found.pairs) if found.pairs else winner.seconds
+    rows += [(f"seconds to the target, seed {pair.seed}", _plain(pair), _seconds(pair.winner)) for pair in found.pairs]
+    mean = sum(pair.winner_seconds for pair in found.pairs) / len(found.pairs) if found.pairs else winner.seconds
     rows.append(("seconds of the whole run", _seconds(first.seconds), _seconds(mean)))
     return rows
 
 
 def advice(found: Found) -> list[str]:
-    """Return what to know before one uses it."""
-    said = []
+    """Return what to know before using the result, a sentence each."""
+    sentences = []
     if found.winner is not None and not found.has_length:
-        said.append("the script has no argument for its length that hasten knows: it trains on after the target")
+        sentences.append("the script has no argument for its length that hasten knows: it trains on after the target")
     if found.winner is not None:
-        said.append(
+        sentences.append(
             "another optimisation path: what else the training is for (other metrics, later epochs) was not looked at"
         )
     if "batch_scale" in found.plan:
-        said.append(
+        sentences.append(
             "what the script counts in steps by itself (max_iters, warm-up, the length of a OneCycleLR) is as long as "
             "before, in larger steps"
         )
     if (pays := found.pays_after) is not None:
-        said.append(f"the search took {found.cost:.0f} s of runs, which is saved after {pays} trainings")
-    return said
+        sentences.append(f"the search took {found.cost:.0f} s of runs, which is saved after {pays} trainings")
+    return sentences
 
 
 def command_line(found: Found, plan: str = "") -> str:
-    """Return the line to run the training with.
+    """Return the command line that runs the training as found.
 
     Args:
-        found: What was found.
-        plan: The plan's file, where the winner has techniques.
+        found: The search's result.
+        plan: Path of the plan file, if the winner has techniques.
     """
     words = list(found.offered)
     if plan:
@@ -84,7 +84,7 @@ def command_line(found: Found, plan: str = "") -> str:
 
 
 def row(run: FullRun, found: Found) -> tuple[str, str, str, str, str]:
-    """Return a run as a row: part, what it was run with, outcome, seconds, best value."""
+    """Return a run as a table row: part, candidate with seed, outcome, seconds, best value."""
     best = found.goal.best(reading.value for reading in run.readings)
     seed = f", seed {run.seed}" if run.seed else ""
     outcome = f"after {run.to_goal:.1f} s" if run.to_goal is not None else run.outcome
@@ -94,7 +94,7 @@ def row(run: FullRun, found: Found) -> tuple[str, str, str, str, str]:
 
 
 def lines(found: Found, plan: str = "", page: str = "") -> list[str]:
-    """Return the result for a terminal."""
+    """Return the result as lines for a terminal."""
     shown = [title(found), f"  {detail(found)}", "", f"  quality: {found.understood}; as in: {found.example}"]
     if found.winner is not None:
         table = [("", "as it is", "found"), *figures(found)]
