@@ -32,8 +32,8 @@ from benchmarks.exact import flag_rows, step_rows, trainer_rows
 from benchmarks.exact.cover import pairs_of
 from benchmarks.exact.page import page
 from benchmarks.exact.rows import ELSEWHERE, SETTINGS, Row, alone, covering, for_memory, on_files, with_compile
-from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
+from hasten.check.result import CheckResult
 from hasten.check.run import check_plan
 from hasten.check.runs import FinishedRun
 from hasten.evidence import this_machine
@@ -92,7 +92,7 @@ class Forks:
             os._exit(code)
 
 
-def check_row(row: Row, resume: bool = True) -> Checked:
+def check_row(row: Row, resume: bool = True) -> CheckResult:
     """Check one row in forks, or in processes of its own where a technique acts when a process starts."""
     options = CheckOptions(resume=RESUME if resume else None, seconds=600)
     with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as name:
@@ -173,7 +173,7 @@ def tasks_of(quick: bool) -> list[Task]:
     return chosen
 
 
-def _told(check: Callable[[Any], Checked], row: Any) -> dict[str, Any]:
+def _told(check: Callable[[Any], CheckResult], row: Any) -> dict[str, Any]:
     """Check a row; what is not kept is printed."""
     checked = check(row)
     if checked.ok is not True:
@@ -250,7 +250,7 @@ def _trainers(quick: bool) -> list[trainer_rows.TrainerRow]:
     return [*chosen, *trainer_rows.more()]
 
 
-def _check_trainer(row: trainer_rows.TrainerRow) -> Checked:
+def _check_trainer(row: trainer_rows.TrainerRow) -> CheckResult:
     with tempfile.TemporaryDirectory(prefix="hx", ignore_cleanup_errors=True) as folder:
         return row.trainer(default_root_dir=folder).check(*row.fit())
 

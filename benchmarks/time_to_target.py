@@ -23,9 +23,9 @@ from typing import Any
 from hand_tuned import machine
 
 from hasten.target import words
-from hasten.target.found import Found
 from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
+from hasten.target.result import TargetResult
 from hasten.target.search import search
 from hasten.target.spending import TargetOptions
 
@@ -87,7 +87,7 @@ def target_of(case: Case, scratch: Path) -> Goal:
     return goal.within_reach_of(best)
 
 
-def on_fresh_seeds(runs: FullRuns, found: Found, case: Case, seeds: int) -> dict[str, list[FullRun]]:
+def on_fresh_seeds(runs: FullRuns, found: TargetResult, case: Case, seeds: int) -> dict[str, list[FullRun]]:
     """Time all three in turn; seeds go on where the search's own ended."""
     sides = {"as it is": Candidate(), "expert": Candidate(case.expert)}
     if found.winner is not None:

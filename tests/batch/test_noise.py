@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hasten import HastenError
-from hasten.batch.noise import Critical, as_json, critical_batch, lines, steps_to_look_at
+from hasten.batch.noise import CriticalBatch, as_json, critical_batch, lines, steps_to_look_at
 from hasten.batch.words import as_json as page_as_json
 from hasten.batch.words import lines as page
 from hasten.techniques.convergence.gradient_sketch import sketch
@@ -200,7 +200,7 @@ def test_steps_are_read_and_nonsense_is_refused() -> None:
 
 def test_the_page_and_the_file_say_what_it_means() -> None:
     found = found_by(10_000 * MB)
-    found.critical = Critical(
+    found.critical = CriticalBatch(
         ((10, NoiseScale(120.0, 80.0, 200.0, 16, 8)), (30, NoiseScale(900.0, 400.0, math.inf, 16, 8)))
     )
     text = "\n".join(page(found))
@@ -212,7 +212,7 @@ def test_the_page_and_the_file_say_what_it_means() -> None:
     }  # fmt: skip
     steps = (1 + 900 / found.saturated) / (1 + 900 / 8)
     assert data["at_saturated"]["steps_factor"] == round(steps, 3)
-    found.critical = Critical(((10, NoiseScale(3.0, 2.0, 5.0, 16, 8)),), "the script ended before")
+    found.critical = CriticalBatch(((10, NoiseScale(3.0, 2.0, 5.0, 16, 8)),), "the script ended before")
     text = "\n".join(page(found))
     assert "batch 8 is above it" in text
     assert "no later look: the script ended before" in text

@@ -15,7 +15,7 @@ import pytest
 
 from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, value_of
-from hasten.batch.search import BatchSearchResult, Line, line_through, search
+from hasten.batch.search import BatchSearchResult, MemoryLine, line_through, search
 from hasten.batch.words import as_json, lines, rate_factor, rule, split
 from hasten.cli.size import size_in_bytes
 from hasten.evidence import Evidence
@@ -116,7 +116,7 @@ def test_the_split_adds_up_to_the_peak() -> None:
 def test_a_line_goes_through_the_two_largest_that_ran() -> None:
     ran = [Attempt(size, "ok", peak * MB) for size, peak in ((1, 300), (10, 310), (20, 330))]
     line = line_through([*ran, Attempt(40, "out of memory", 10 * MB)])
-    assert line == Line(290 * MB, 2 * MB)
+    assert line == MemoryLine(290 * MB, 2 * MB)
     assert line.largest(390 * MB) == 50
     assert line.largest(280 * MB) == 0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.check.checked import Checked
 from hasten.check.options import WitnessOptions
+from hasten.check.result import CheckResult
 from hasten.check.run import check_plan
 from hasten.check.runs import CheckTimeoutError, FinishedRun
 from hasten.plan import Setting
@@ -21,7 +21,7 @@ from hasten.tuner.check import CheckOptions, config_of, ended
 from tests.check import planted
 from tests.taps.forks import run_in_fork
 
-Check = Callable[..., Checked]
+Check = Callable[..., CheckResult]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def check(short: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
         options: CheckOptions | None = None,
         below: str = "",
         runs_in_time: float = math.inf,
-    ) -> Checked:
+    ) -> CheckResult:
         count[0] += 1
         folder = short / below / str(count[0])
         folder.mkdir(parents=True)

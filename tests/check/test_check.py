@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.exact.trainings import MODELS, training
-from hasten.check.checked import Checked
+from hasten.check.result import CheckResult
 from hasten.check.runs import CheckTimeoutError
 from hasten.errors import HastenError
 from tests.check.conftest import Check
 
 
-def said(found: Checked) -> str:
+def said(found: CheckResult) -> str:
     """What parts first, for messages of failed tests."""
     return f"{found.first} {[(run.level, run.ok, run.note, run.worst_at) for run in found.runs]} {found.files}"
 

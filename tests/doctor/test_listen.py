@@ -10,7 +10,7 @@ import pytest
 
 from hasten.doctor import listen as room
 from hasten.doctor.diagnose import diagnose
-from hasten.doctor.listen import Heard, listen
+from hasten.doctor.listen import ObservedRun, listen
 from hasten.doctor.verdict import measure
 from hasten.doctor.verdict.measure_cases import Case, Job
 from hasten.taps.config import DoctorOptions
@@ -31,7 +31,9 @@ for epoch in range(5):
 """
 
 
-def heard(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, whole: bool = False, **options: float) -> Heard:
+def heard(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, whole: bool = False, **options: float
+) -> ObservedRun:
     """Listen to a script in a folder."""
     monkeypatch.chdir(folder)
     write(folder, "train.py", text)
@@ -92,6 +94,6 @@ def test_ctrl_c_while_changes_are_tried_shows_what_was_heard_and_is_the_exit_cod
     monkeypatch.setattr(room, "jobs", lambda evidence: [job])
     monkeypatch.setattr(room, "measure", lambda evidence: measure.in_turn([job], "cpu", 1, 1.0))
     monkeypatch.setattr(measure.subprocess, "run", interrupted)
-    heard = room._try_changes(Heard(diagnoses.evidence(), 0), lambda line: None)
+    heard = room._try_changes(ObservedRun(diagnoses.evidence(), 0), lambda line: None)
     assert heard.stopped == 2
     assert heard.evidence.measured[0].failed == "interrupted"

@@ -14,7 +14,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Evidence, Flags, Layer, OptimizerFacts
 from hasten.planner.cluster import MEASURED, ClusterPlan, Row, plan
 from hasten.planner.collectives import Network
-from hasten.planner.job import Given, Job, job_of
+from hasten.planner.job import Job, JobOverrides, job_of
 from hasten.planner.strategies import STRATEGIES
 from tests.techniques.conftest import GPU, LOADER, MODEL, OPTIMIZER, evidence_of
 
@@ -89,7 +89,7 @@ def test_what_is_shared_falls_with_the_number_of_devices(job: Job, ranks: int) -
 
 
 def test_a_large_parameter_bounds_what_sharding_the_optimizer_brings() -> None:
-    job = job_of(gpt(), Given())[0]
+    job = job_of(gpt(), JobOverrides())[0]
     many = STRATEGIES["zero1"](job, 64, NETWORK)
     assert many is not None
     whole_table = 1000 * 64 * 4  # is on one of them, with its two states
@@ -97,7 +97,7 @@ def test_a_large_parameter_bounds_what_sharding_the_optimizer_brings() -> None:
 
 
 def test_one_device_is_the_measured_step_and_memory() -> None:
-    found = plan(gpt(), [1, 8], NETWORK, Given(), price=3.6)
+    found = plan(gpt(), [1, 8], NETWORK, JobOverrides(), price=3.6)
     row = rows(found, 1)[MEASURED]
     assert row.step == pytest.approx(1.0)
     assert row.memory_bytes == 100 << 20
@@ -114,35 +114,35 @@ def test_one_device_is_the_measured_step_and_memory() -> None:
 
 def test_a_batch_that_is_shared_takes_its_share_of_the_time() -> None:
     fast = Network(1e15, 0.0)
-    alone = plan(gpt(), [4, 5], fast, Given(batch="global"))
+    alone = plan(gpt(), [4, 5], fast, JobOverrides(batch="global"))
     assert rows(alone, 4)["ddp"].step == pytest.approx(0.25)
     assert rows(alone, 5)["ddp"].step == pytest.approx(7 / 32)  # seven samples, the others fewer
     assert rows(alone, 4)["ddp"].samples_per_second == pytest.approx(128)
-    each = plan(gpt(), [4], fast, Given())
+    each = plan(gpt(), [4], fast, JobOverrides())
     assert rows(each, 4)["ddp"].step == pytest.approx(1.0)
     assert rows(each, 4)["ddp"].samples_per_second == pytest.approx(128)
     assert rows(each, 4)["ddp"].efficiency == pytest.approx(1.0)
     with pytest.raises(HastenError, match="64 devices cannot share a batch of 32 samples"):
-        plan(gpt(), [64], fast, Given(batch="global"))
-    assert plan(gpt(), [2, 64], fast, Given(batch="global")).left_out[0].startswith("64 devices cannot share")
+        plan(gpt(), [64], fast, JobOverrides(batch="global"))
+    assert plan(gpt(), [2, 64], fast, JobOverrides(batch="global")).left_out[0].startswith("64 devices cannot share")
 
 
 def test_memory_that_does_not_fit_is_said() -> None:
-    found = plan(gpt(), [8], NETWORK, Given(), memory=99 << 20)
+    found = plan(gpt(), [8], NETWORK, JobOverrides(), memory=99 << 20)
     assert rows(found, 1)[MEASURED].fits is False
     assert rows(found, 8)["fsdp"].fits is True
-    assert rows(plan(gpt(), [8], NETWORK, Given()), 8)["fsdp"].fits is None
+    assert rows(plan(gpt(), [8], NETWORK, JobOverrides()), 8)["fsdp"].fits is None
 
 
 def test_accumulated_gradients_are_sent_once_a_step_by_ddp() -> None:
     optimizer = dataclasses.replace(OPTIMIZER, name="AdamW", shapes=SHAPES, steps=25)
     whole = gpt(optimizers=(optimizer,))
-    job, assumed = job_of(whole, Given())
+    job, assumed = job_of(whole, JobOverrides())
     assert job.batches == 4
     assert job.step == pytest.approx(4.0)
     assert any("accumulated over 4 batches" in text for text in assumed)
-    found = rows(plan(whole, [8], Network(1e9, 0.0), Given()), 8)
-    once = rows(plan(gpt(), [8], Network(1e9, 0.0), Given()), 8)
+    found = rows(plan(whole, [8], Network(1e9, 0.0), JobOverrides()), 8)
+    once = rows(plan(gpt(), [8], Network(1e9, 0.0), JobOverrides()), 8)
     assert found["ddp"].exchange == pytest.approx(once["ddp"].exchange)
     assert found["run"].exchange == pytest.approx(4 * once["run"].exchange)  # after each backward
     assert found["fsdp"].sent_bytes > once["fsdp"].sent_bytes  # parameters are gathered for each batch
@@ -151,7 +151,7 @@ def test_accumulated_gradients_are_sent_once_a_step_by_ddp() -> None:
 
 def test_gradients_of_16_bits_are_not_halved_again_and_fsdp_adds_them_in_float32() -> None:
     model = dataclasses.replace(MODEL, parameters=NUMEL, trained_parameters=NUMEL, device="cuda", dtype="bfloat16")
-    found = plan(gpt(models=(model,)), [8], NETWORK, Given())
+    found = plan(gpt(models=(model,)), [8], NETWORK, JobOverrides())
     assert found.job.gradients == 2 * NUMEL
     assert "ddp-16-bit" not in rows(found, 8)
     assert any(text.startswith("ddp-16-bit") for text in found.left_out)
@@ -161,18 +161,18 @@ def test_gradients_of_16_bits_are_not_halved_again_and_fsdp_adds_them_in_float32
 
 def test_frozen_parameters_are_held_and_not_sent() -> None:
     model = dataclasses.replace(MODEL, parameters=10 * NUMEL, trained_parameters=NUMEL, device="cuda")
-    job = job_of(gpt(models=(model,)), Given())[0]
+    job = job_of(gpt(models=(model,)), JobOverrides())[0]
     assert job.parameters == 40 * NUMEL
     assert job.gradients == 4 * NUMEL
     assert job.states == 8 * NUMEL
 
 
 def test_units_are_entries_of_lists_with_layers_inside() -> None:
-    assert job_of(gpt(), Given())[0].units == 13
-    assert job_of(gpt(), Given(units=4))[0].units == 4
+    assert job_of(gpt(), JobOverrides())[0].units == 13
+    assert job_of(gpt(), JobOverrides(units=4))[0].units == 4
     plain = tuple(Layer(path, "Linear") for path in ("0", "2", "4"))  # a Sequential of layers has no blocks
-    assert job_of(gpt(layers=plain), Given())[0].units == 1
-    without = plan(gpt(layers=()), [8], NETWORK, Given())
+    assert job_of(gpt(layers=plain), JobOverrides())[0].units == 1
+    without = plan(gpt(layers=()), [8], NETWORK, JobOverrides())
     assert "fsdp" not in rows(without, 8)
     assert any("--units" in text for text in without.left_out)
 
@@ -190,13 +190,13 @@ def test_units_are_entries_of_lists_with_layers_inside() -> None:
 )
 def test_evidence_that_is_not_enough_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(HastenError, match=message) as caught:
-        plan(gpt(**change), [8], NETWORK, Given())
+        plan(gpt(**change), [8], NETWORK, JobOverrides())
     assert caught.value.fix
 
 
 def test_what_evidence_does_not_hold_is_assumed_in_words_or_asked_for() -> None:
     unknown = (dataclasses.replace(OPTIMIZER, name="Shampoo"),)
-    found = plan(gpt(optimizers=unknown, peak_gpu_bytes=None, loaders=()), [8], NETWORK, Given(state=12.0))
+    found = plan(gpt(optimizers=unknown, peak_gpu_bytes=None, loaders=()), [8], NETWORK, JobOverrides(state=12.0))
     assert found.job.states == 12 * NUMEL
     assert rows(found, 8)["ddp"].memory_bytes is None
     assert rows(found, 8)["ddp"].seconds is None
@@ -206,7 +206,7 @@ def test_what_evidence_does_not_hold_is_assumed_in_words_or_asked_for() -> None:
         gpt(peak_gpu_bytes=None, loaders=()),
         [8],
         NETWORK,
-        Given(activations=1 << 20, batch_size=10, samples=1000),
+        JobOverrides(activations=1 << 20, batch_size=10, samples=1000),
     )
     assert rows(said, 8)["ddp"].memory_bytes == 16 * NUMEL + (1 << 20)
     assert rows(said, 1)[MEASURED].seconds == pytest.approx(100)
@@ -239,5 +239,5 @@ def test_what_optimizers_keep_is_what_torch_keeps(make: Any, name: str) -> None:
     options = {key: value for key, value in optimizer.param_groups[0].items() if isinstance(value, bool | int | float)}
     facts = OptimizerFacts(name, "", 1, False, None, False, "", 100, options, shapes=((30, 20),))
     model = dataclasses.replace(MODEL, parameters=600, trained_parameters=600)
-    job = job_of(evidence_of(models=(model,), optimizers=(facts,), loaders=(LOADER,)), Given())[0]
+    job = job_of(evidence_of(models=(model,), optimizers=(facts,), loaders=(LOADER,)), JobOverrides())[0]
     assert job.states == kept

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hasten.check.agreement import Agreement
-from hasten.check.checked import Checked
 from hasten.check.judge import Difference, RunComparison
+from hasten.check.result import CheckResult
 from hasten.evidence import Machine
 from hasten.tuner.proof import (
     Answer,
@@ -29,7 +29,7 @@ from hasten.tuner.proof import (
     Ratio,
     Skipped,
     TrialRow,
-    Tried,
+    TriedSetting,
 )
 
 MACHINE = Machine(
@@ -63,11 +63,11 @@ TECHNIQUES = (
     KeptTechnique("fused_optimizer", True, "rounding", 1.02, 0.99, 1.04, 0.86, 21, "62 tensors, one by one"),
 )
 TRIED = (
-    Tried("precision", "bf16-mixed", "kept", "faster", 1.38, 1.33, 1.44, 0.999, 26),
-    Tried("cpu_threads", 1, "lost", "slower", 0.71, 0.69, 0.74, 0.001, 7),
-    Tried("batched_fetch", True, "crashed", "RuntimeError: stack expects each tensor to be equal size"),
-    Tried("allocator", "glibc", "dropped", "too little to be sure of", 1.004, 0.97, 1.04, 0.58, 22),
-    Tried("precision", "fp16-mixed", "nan", "loss is NaN from step 12"),
+    TriedSetting("precision", "bf16-mixed", "kept", "faster", 1.38, 1.33, 1.44, 0.999, 26),
+    TriedSetting("cpu_threads", 1, "lost", "slower", 0.71, 0.69, 0.74, 0.001, 7),
+    TriedSetting("batched_fetch", True, "crashed", "RuntimeError: stack expects each tensor to be equal size"),
+    TriedSetting("allocator", "glibc", "dropped", "too little to be sure of", 1.004, 0.97, 1.04, 0.58, 22),
+    TriedSetting("precision", "fp16-mixed", "nan", "loss is NaN from step 12"),
 )
 SKIPPED = (
     Skipped("pinned_memory", "needs a GPU; this machine has none"),
@@ -128,14 +128,14 @@ def trials() -> tuple[TrialRow, ...]:
     return (*good, TrialRow({"batched_fetch": True}, 0, "crashed", "RuntimeError: stack expects ...", 3.1))
 
 
-def checked(ok: bool | None = True) -> Checked:
+def checked(ok: bool | None = True) -> CheckResult:
     """What the check said of the plan."""
     plan: dict[str, Any] = {one.name: one.setting for one in TECHNIQUES}
     first = Difference("step 2", "conv1.weight", "differs by 3 %") if ok is False else None
     run = RunComparison(
         plan, "sampling", ok, first=first, counts={"step": 3}, note="" if ok else "it did not come to a step"
     )
-    return Checked(plan, (run,))
+    return CheckResult(plan, (run,))
 
 
 def build(**changes: Any) -> Proof:

@@ -30,7 +30,7 @@ from hasten.tuner.proof import (
     Proof,
     Ratio,
     Skipped,
-    Tried,
+    TriedSetting,
 )
 from tests.report.conftest import build, checked
 
@@ -162,7 +162,7 @@ def test_what_scripts_say_is_text_and_nothing_else(make):
             command=("train.py", evil),
             created=evil,
             techniques=(kept,),
-            tried=(Tried(evil, evil, evil, evil, 1.0, 0.9, 1.1, 0.5, 3),),
+            tried=(TriedSetting(evil, evil, evil, evil, 1.0, 0.9, 1.1, 0.5, 3),),
             skipped=(Skipped(evil, evil),),
             notes=(evil,),
             taps_skipped=(evil,),

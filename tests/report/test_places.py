@@ -11,7 +11,7 @@ import pytest
 
 from hasten.report.html import render
 from hasten.report.words import command
-from hasten.tuner.proof import Block, Skipped, Tried
+from hasten.tuner.proof import Block, Skipped, TriedSetting
 from hasten.tuner.report_paths import shorten
 
 
@@ -70,7 +70,7 @@ def test_neither_page_nor_json_names_the_machines_folders(folder: Path, make):
     proof = make(
         command=(path, "--data", f"{home}/data"),
         techniques=(kept,),
-        tried=(Tried("x", path, "crashed", f"{path}: no", helps=0.5),),
+        tried=(TriedSetting("x", path, "crashed", f"{path}: no", helps=0.5),),
         skipped=(Skipped("y", f"see {path}"),),
         notes=(f"{path} writes to {folder}",),
         taps_skipped=(path,),

@@ -19,7 +19,7 @@ from hasten.online.options import Candidate
 from hasten.online.record import MeasuredBlock
 from hasten.report.course import plain_step
 from hasten.report.progress import TuneProgress
-from hasten.tuner.found import Claimed, SearchState
+from hasten.tuner.found import Claim, SearchState
 from hasten.tuner.proof import Block, Proof
 
 EVIL = "\x1b[2J[red]x\x07"
@@ -145,7 +145,7 @@ def test_blocks_that_others_disturbed_are_the_best_only_where_there_are_no_other
 REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "reports").glob("*.json"))
 
 
-def replayed(proof: Proof) -> Iterator[tuple[Block, Claimed | None]]:
+def replayed(proof: Proof) -> Iterator[tuple[Block, Claim | None]]:
     """The blocks of a search that was kept, each with what could be claimed by then."""
     names = list(dict.fromkeys(name for one in proof.blocks for name in one.on))
     found = SearchState(Course([Candidate("precision", True, label=name) for name in names]))

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from hasten.check.agreement import Agreement
-from hasten.check.checked import Checked
 from hasten.check.judge import Difference, RunComparison
+from hasten.check.result import CheckResult
 from hasten.evidence import Machine
 from hasten.tuner import proof
 
@@ -23,14 +23,14 @@ PARTS = (
     proof.Parity,
     proof.Memory,
     proof.KeptTechnique,
-    proof.Tried,
+    proof.TriedSetting,
     proof.Skipped,
     proof.Block,
     proof.MachineNoise,
     proof.Pair,
     proof.Curves,
     proof.TrialRow,
-    Checked,
+    CheckResult,
     RunComparison,
     Difference,
     proof.Proof,

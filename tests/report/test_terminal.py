@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hasten.check.agreement import Agreement
 from hasten.report.terminal import show
-from hasten.tuner.proof import Answer, Curves, Memory, Parity, Proof, Tried
+from hasten.tuner.proof import Answer, Curves, Memory, Parity, Proof, TriedSetting
 
 
 def screen(proof: Proof, width: int = 80, plan: Path | None = Path("hasten.toml"), **options: object) -> str:
@@ -115,7 +115,7 @@ def test_what_scripts_say_cannot_steer_the_terminal(make):
     proof = make(
         command=("train.py", evil),
         techniques=(kept,),
-        tried=(Tried(evil, evil, "crashed", evil),),
+        tried=(TriedSetting(evil, evil, "crashed", evil),),
         notes=(evil,),
         taps_skipped=(evil,),
         parity=Parity(Answer.DOES_NOT, "", (), evil),

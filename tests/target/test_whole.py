@@ -12,7 +12,7 @@ import pytest
 
 from hasten.target.full_run import Candidate, FullRuns
 from hasten.target.goal import parse_goal
-from hasten.target.readings import LOGGED, Tail
+from hasten.target.readings import LOGGED, FileTail
 from tests.taps.forked_pythons import forked_pythons
 from tests.taps.scripts import write
 
@@ -163,7 +163,7 @@ def test_a_plan_is_installed_and_one_that_finds_nothing_to_act_on_is_no_result(t
 
 
 def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "log")
+    tail = FileTail(tmp_path / "log")
     assert tail.lines() == []
     with (tmp_path / "log").open("wb", buffering=0) as file:
         file.write(b"one\ntw")

@@ -15,7 +15,7 @@ _GRADIENTS = 32  # batches per measurement
 
 
 @dataclass(frozen=True)
-class Critical:
+class CriticalBatch:
     """A script's critical batch size, by its gradients.
 
     Attributes:
@@ -51,7 +51,7 @@ def steps_to_look_at(text: str) -> tuple[int, ...]:
 
 def critical_batch(
     attempts: Attempts, own: int, samples: int, at: Sequence[int], say: Callable[[str], None]
-) -> Critical:
+) -> CriticalBatch:
     """Measure the noise scale with the script's own batch size, in a separate process.
 
     Args:
@@ -64,7 +64,7 @@ def critical_batch(
     # At most one pass: without shuffling, a second pass would bring the same gradients again.
     many = min(_GRADIENTS, samples // own) if samples else _GRADIENTS
     if many < FEWEST:
-        return Critical((), f"a pass through the data has fewer than {FEWEST} batches")
+        return CriticalBatch((), f"a pass through the data has fewer than {FEWEST} batches")
     say(f"gradients of {many} batches of {own} at weights that stand still, after {', '.join(map(str, at))} steps")
     attempt, seen = attempts.gradients(at, many)
     looks, why = [], str(seen["why"])
@@ -77,10 +77,10 @@ def critical_batch(
         why = attempt.reason or attempt.outcome
     if not why and len(looks) < len(at):
         why = "the script ended before" if looks else f"the script made fewer than {at[0] + many} steps"
-    return Critical(tuple(looks), why)
+    return CriticalBatch(tuple(looks), why)
 
 
-def as_json(critical: Critical) -> dict[str, Any]:
+def as_json(critical: CriticalBatch) -> dict[str, Any]:
     """Return the result as plain data for a file. An infinite number becomes null."""
     return {
         "looks": [
@@ -98,7 +98,7 @@ def as_json(critical: Critical) -> dict[str, Any]:
     }
 
 
-def lines(critical: Critical) -> list[str]:
+def lines(critical: CriticalBatch) -> list[str]:
     """Return the measurements as lines for the terminal."""
     if not critical.looks:
         return [f"critical batch: not measured: {critical.why}"]

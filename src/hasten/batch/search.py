@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from hasten.batch.attempt import Attempt
-from hasten.batch.noise import Critical
+from hasten.batch.noise import CriticalBatch
 from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError
 
@@ -48,7 +48,7 @@ class Trials(Protocol):
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryLine:
     """Memory that a training needs by batch size: `fixed + per_sample * size`, in bytes.
 
     Freed memory that the C library keeps comes on top and is not linear: see `lean` in `Attempts.run`.
@@ -68,12 +68,12 @@ class Line:
         return int((limit - self.fixed) / self.per_sample) if self.per_sample > 0 else 1 << 40
 
 
-def line_through(attempts: list[Attempt]) -> Line:
+def line_through(attempts: list[Attempt]) -> MemoryLine:
     """Return the line through the two largest sizes that ran, where the fixed part hides the growth least."""
     ran = sorted((attempt for attempt in attempts if attempt.outcome == "ok"), key=lambda attempt: attempt.size)
     small, large = ran[-2], ran[-1]
     slope = max(0.0, (large.peak - small.peak) / (large.size - small.size))
-    return Line(large.peak - slope * large.size, slope)
+    return MemoryLine(large.peak - slope * large.size, slope)
 
 
 @dataclass
@@ -96,13 +96,13 @@ class BatchSearchResult:
     own: int
     limit: int
     samples: int
-    line: Line
+    line: MemoryLine
     largest: int
     verified: Attempt
     bound: str
     saturated: int
     attempts: list[Attempt] = field(default_factory=list)
-    critical: Critical | None = None
+    critical: CriticalBatch | None = None
 
 
 def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> BatchSearchResult:
@@ -177,7 +177,7 @@ def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callabl
     )
 
 
-def _largest(line: Line, limit: int, most: int) -> tuple[int, str]:
+def _largest(line: MemoryLine, limit: int, most: int) -> tuple[int, str]:
     """Return the largest size that the line predicts to fit, and what bounds it: "memory" or "samples"."""
     largest = line.largest(limit * (1 - SPARE))
     return (most, "samples") if largest >= most else (largest, "memory")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hasten.check.checked import Checked
 from hasten.check.files import ROUNDED, FileDifference, Load, compare_files, renamed, saved_by_torch
 from hasten.check.judge import RunComparison, level_of, parts_of, roundoff_of
+from hasten.check.result import CheckResult
 from hasten.check.runs import CheckTimeoutError, FinishedRun, ReferenceRun, Runner, Runs, Say, Techniques
 from hasten.errors import HastenError
 from hasten.plan import Setting
@@ -32,7 +32,7 @@ def check_plan(
     brief: bool = False,
     load: Load = saved_by_torch,
     here: Path | None = None,
-) -> Checked:
+) -> CheckResult:
     """Check a plan.
 
     Args:
@@ -69,7 +69,7 @@ class _Check:
         self._resumes = 0
         self._own_files: dict[float, set[tuple[str, str]]] = {}  # roundoff -> (file, place) at which plain runs differ
 
-    def run(self, resume: bool) -> Checked:
+    def run(self, resume: bool) -> CheckResult:
         try:
             lap = ReferenceRun("first", self._folder / "tracks" / "first")
             begun = self._runs.begin(lap)
@@ -102,7 +102,7 @@ class _Check:
             raise
         self._runs.close(abandon=False)
         repeats = self._runs.repeats.get("first", ...)
-        return Checked(
+        return CheckResult(
             dict(self._plan), tuple(runs), tuple(blamed), tuple(_told(files)), tuple(resumed),
             None if repeats is ... else repeats is None, tuple(self._runs.notes),
         )  # fmt: skip

@@ -8,8 +8,8 @@ from hasten.evidence.figures import percent
 from hasten.techniques.base import toml_value
 
 if TYPE_CHECKING:
-    from hasten.check.checked import Checked
     from hasten.check.judge import RunComparison
+    from hasten.check.result import CheckResult
 
 _LEVELS = {
     "exact": "equal to the bit",
@@ -18,7 +18,7 @@ _LEVELS = {
 }
 
 
-def answer(found: Checked) -> str:
+def answer(found: CheckResult) -> str:
     """Return the answer in one line."""
     if not found.plan:
         return "Nothing to check: the plan is empty."
@@ -27,7 +27,7 @@ def answer(found: Checked) -> str:
     return f"The plan changes {'no more' if found.ok else 'the training more'} than its techniques may."
 
 
-def reason(found: Checked) -> list[str]:
+def reason(found: CheckResult) -> list[str]:
     """Return the first difference and the techniques to blame, a line each; [] if nothing differs."""
     first = found.first
     lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and found.ok is False else []
@@ -37,13 +37,13 @@ def reason(found: Checked) -> list[str]:
     return lines
 
 
-def runs(found: Checked) -> list[tuple[str, str, bool]]:
+def runs(found: CheckResult) -> list[tuple[str, str, bool]]:
     """Return for each run its plan, its outcome, and whether that is good."""
     ways = [("", run) for run in found.runs] + [(f"{way}: ", run) for way, run in found.resumed]
     return [(f"{way}{_plan(run)}", _outcome(run), bool(run.ok)) for way, run in ways]
 
 
-def remarks(found: Checked) -> list[str]:
+def remarks(found: CheckResult) -> list[str]:
     """Return further remarks, a line each."""
     lines = [f"saved differently: {file}: {how}" for file, how in found.files]
     for run in found.runs:

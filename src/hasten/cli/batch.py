@@ -43,7 +43,7 @@ def batch(
     Example: hasten batch --memory 8GiB train.py --epochs 90
     """
     from hasten.batch.attempt import Attempts, free_bytes, value_of
-    from hasten.batch.noise import Critical, critical_batch, steps_to_look_at
+    from hasten.batch.noise import CriticalBatch, critical_batch, steps_to_look_at
     from hasten.batch.search import search
     from hasten.batch.words import SCHEMA, as_json, lines
     from hasten.child import scratch_folder
@@ -69,7 +69,7 @@ def batch(
             try:
                 found.critical = critical_batch(attempts, found.own, found.samples, at, say)
             except KeyboardInterrupt:  # keep and show the sizes found before
-                found.critical, stopped = Critical((), "stopped by Ctrl-C"), True
+                found.critical, stopped = CriticalBatch((), "stopped by Ctrl-C"), True
     typer.echo("\n".join(lines(found)))
     if json is not None:
         files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())

@@ -21,7 +21,7 @@ from hasten.evidence.finding import Severity, or_worse
 from hasten.plan import did_you_mean
 
 if TYPE_CHECKING:
-    from hasten.doctor.listen import Heard
+    from hasten.doctor.listen import ObservedRun
     from hasten.doctor.verdict.diagnosis import Diagnosis
     from hasten.evidence import Evidence, Finding
     from hasten.taps.config import DoctorOptions
@@ -191,7 +191,7 @@ def _goes_with_training(**options: object) -> None:
         raise HastenError(f"{' and '.join(named)}: --loader measures the loader in place of training")
 
 
-def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: Path | None) -> Heard:
+def _listen(command: list[str], options: DoctorOptions, whole: bool, evidence: Path | None) -> ObservedRun:
     """Run a training and observe it, with progress messages."""
     from hasten.doctor.listen import listen
 

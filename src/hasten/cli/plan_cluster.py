@@ -60,14 +60,14 @@ def plan_cluster(
     """
     from hasten.planner.cluster import SCHEMA, as_json, plan
     from hasten.planner.collectives import ALGORITHMS, Network
-    from hasten.planner.job import Given
+    from hasten.planner.job import JobOverrides
 
     _one_of("--algorithm", algorithm, ALGORITHMS)
     _one_of("--batch", batch, ("per-device", "global"))
     for option, value in (("--price", price), ("--optimizer-bytes", optimizer_bytes)):
         if value is not None and not math.isfinite(value):
             raise HastenError(f"{option} {value}: not a number", "write it as 2.5")
-    given = Given(
+    given = JobOverrides(
         batch=batch,
         batch_size=batch_size,
         state=optimizer_bytes,

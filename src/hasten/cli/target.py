@@ -99,9 +99,9 @@ def tune_to_target(
     from hasten.child import scratch_folder
     from hasten.report import target_page
     from hasten.target import words
-    from hasten.target.found import is_found
     from hasten.target.full_run import FullRuns
     from hasten.target.goal import parse_goal
+    from hasten.target.result import is_found
     from hasten.target.search import search
     from hasten.target.spending import TargetOptions
 

@@ -22,9 +22,9 @@ from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
 
 if TYPE_CHECKING:
-    from hasten.tuner.found import Claimed
+    from hasten.tuner.found import Claim
     from hasten.tuner.proof import Block, Proof
-    from hasten.tuner.tune import OnBlock, Tuned
+    from hasten.tuner.tune import OnBlock, TuneResult
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
@@ -124,7 +124,7 @@ def tune(
         raise typer.Exit(130)
 
 
-def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], Tuned]) -> Tuned:
+def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], TuneResult]) -> TuneResult:
     """Tune with a progress display; `tuned` does the tuning, given callbacks for messages and blocks."""
     from rich.console import Console
 
@@ -134,7 +134,7 @@ def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], Tune
     blocks: list[Block] = []
     with TuneProgress(Console(stderr=True), budget) as progress:
 
-        def on_block(block: Block, claimed: Claimed | None) -> None:
+        def on_block(block: Block, claimed: Claim | None) -> None:
             blocks.append(block)
             progress.block(block, plain_step(blocks), claimed)
 

@@ -48,7 +48,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 @dataclass(frozen=True)
-class Heard:
+class ObservedRun:
     """The evidence of a run, and how the run ended.
 
     Attributes:
@@ -80,7 +80,7 @@ def listen(
     whole: bool = False,
     evidence: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Heard:
+) -> ObservedRun:
     """Run a training, and observe it.
 
     Args:
@@ -106,7 +106,7 @@ def listen(
     return heard
 
 
-def _try_changes(heard: Heard, say: Callable[[str], None]) -> Heard:
+def _try_changes(heard: ObservedRun, say: Callable[[str], None]) -> ObservedRun:
     """Measure on the now idle machine what changes would bring, and add that to the evidence."""
     try:
         if wanted := jobs(heard.evidence):
@@ -157,7 +157,7 @@ class _Listening:
         self.where = ""  # `file:line` at which a killed run hung
         self._children_before = {child.pid for child in psutil.Process().children()}
 
-    def run(self) -> Heard:
+    def run(self) -> ObservedRun:
         """Start the process, wait for its end, and return what is known of the run."""
         config = RunConfig(
             evidence=str(self.left), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
@@ -240,7 +240,7 @@ class _Listening:
 
     # -- afterwards --------------------------------------------------------------------------------------
 
-    def _gather(self, code: int | None, sampler: Sampler, began: float, seconds: float) -> Heard:
+    def _gather(self, code: int | None, sampler: Sampler, began: float, seconds: float) -> ObservedRun:
         """Put together the evidence, the use of the machine, and how the run ended."""
         unseen = [*sampler.failed, *filter(None, (sampler.gpus.failed,))]
         evidence = None
@@ -264,7 +264,7 @@ class _Listening:
         evidence = dataclasses.replace(evidence, use=sampler.use(evidence.origin, evidence.pid, until))
         self.live.unlink(missing_ok=True)
         own = 0 if cut or code is None else code if code >= 0 else 128 - code
-        return Heard(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
+        return ObservedRun(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
 
     def _without_evidence(self, ended: str, began: float, seconds: float) -> tuple[Evidence, str]:
         """Return evidence from the live file, or else only of how the run ended; and why there is no more."""
@@ -315,7 +315,7 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
-def _keep_trace(heard: Heard, written: Path, path: Path) -> Heard:
+def _keep_trace(heard: ObservedRun, written: Path, path: Path) -> ObservedRun:
     """Copy the trace from the scratch folder to the path that the user named."""
     evidence = heard.evidence
     if not written.is_file():

@@ -38,7 +38,7 @@ class Plans(Protocol):
 
 
 @dataclass(frozen=True)
-class Try:
+class PlanTrial:
     """One plan that was tried.
 
     Attributes:
@@ -76,18 +76,18 @@ class SearchResult:
     """
 
     limit: Limit
-    tries: list[Try]
-    chosen: Try
+    tries: list[PlanTrial]
+    chosen: PlanTrial
     excluded: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     interrupted: bool = False
 
     @property
-    def plain(self) -> Try:
+    def plain(self) -> PlanTrial:
         """The try of the unchanged script."""
         return self.tries[0]
 
-    def without(self, name: str) -> Try | None:
+    def without(self, name: str) -> PlanTrial | None:
         """Return the try of the chosen plan without a technique, or of a larger plan without it that did not fit."""
         rest = {other: setting for other, setting in self.chosen.plan.items() if other != name}
         return next(
@@ -119,7 +119,7 @@ def find_plan(
         HastenError: The script itself fails, or fits under no plan.
     """
     search = _PlanSearch(plans, limit, savings, say, until)
-    return search.run(Try({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
+    return search.run(PlanTrial({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
 
 
 class _Late(Exception):  # noqa: N818 - no error: the time is over
@@ -137,11 +137,11 @@ class _PlanSearch:
         self._all_savings = list(savings)
         self._spare = [saving for saving in savings if saving.instead_of in names]
         self._savings = [saving for saving in savings if saving not in self._spare]
-        self._tries: list[Try] = []
+        self._tries: list[PlanTrial] = []
         self._excluded: dict[str, str] = {}
         self._longest = 0.0
 
-    def run(self, plain: Try | None) -> SearchResult:
+    def run(self, plain: PlanTrial | None) -> SearchResult:
         """Search; `plain` is the unchanged script's try if its outcome is known."""
         if plain is None:
             plain = self._try({})
@@ -174,7 +174,7 @@ class _PlanSearch:
 
     # -- trials --------------------------------------------------------------------------------------------
 
-    def _try(self, techniques: Techniques, predicted: int = 0, in_any_case: bool = False) -> Try:
+    def _try(self, techniques: Techniques, predicted: int = 0, in_any_case: bool = False) -> PlanTrial:
         """Run a plan under the limit, or return its earlier try.
 
         Raises:
@@ -189,22 +189,22 @@ class _PlanSearch:
             raise _Late
         attempt = self._plans.run(plan=plan)
         self._longest = max(self._longest, time.monotonic() - start)
-        done = Try(plan, _within(attempt, self._limit), predicted)
+        done = PlanTrial(plan, _within(attempt, self._limit), predicted)
         self._tries.append(done)
         self._say(f"{in_words(plan)}: {came_to(done)}")
         return done
 
-    def _cheapest(self) -> Try:
+    def _cheapest(self) -> PlanTrial:
         """Return the cheapest try so far, without techniques that act on nothing."""
         fitting = [tried for tried in self._tries if tried.fits]
         needed = [tried for tried in fitting if not any(_is_lighter(other, tried) for other in fitting)]
         cheapest = min(needed, key=lambda tried: tried.attempt.seconds)
         acts = {name: setting for name, setting in cheapest.plan.items() if name not in self._excluded}
-        return Try(acts, cheapest.attempt, cheapest.predicted)
+        return PlanTrial(acts, cheapest.attempt, cheapest.predicted)
 
     # -- all of them ---------------------------------------------------------------------------------------
 
-    def _all(self) -> Try:
+    def _all(self) -> PlanTrial:
         """Try all savings together; exclude those that fail, and keep those that act.
 
         Raises:
@@ -231,7 +231,7 @@ class _PlanSearch:
             self._exclude(name, why.partition(f"hasten: {name}: ")[2] or why)
         raise self._hopeless()
 
-    def _culprit(self, tried: Try) -> str:
+    def _culprit(self, tried: PlanTrial) -> str:
         """Return the technique that failed: named in the error, or changing most; for a timeout, the most expensive."""
         if tried.attempt.outcome == "timeout":
             return self._savings[-1].name
@@ -273,7 +273,7 @@ class _PlanSearch:
 
     # -- the cheapest of them ------------------------------------------------------------------------------
 
-    def _up(self, best: Try) -> Try:
+    def _up(self, best: PlanTrial) -> PlanTrial:
         """Add one saving after the other, cheapest first, until the training fits."""
         for count in range(1, len(self._savings)):
             tried = self._try({saving.name: saving.setting for saving in self._savings[:count]})
@@ -281,7 +281,7 @@ class _PlanSearch:
                 return tried
         return self._try({saving.name: saving.setting for saving in self._savings}) if self._savings else best
 
-    def _lighter(self, best: Try) -> Try:
+    def _lighter(self, best: PlanTrial) -> PlanTrial:
         """Drop each technique that is not needed, most expensive first. bf16 stays if it makes steps shorter."""
         for name in [saving.name for saving in reversed(self._savings) if saving.name in best.plan]:
             rest = {other: setting for other, setting in best.plan.items() if other != name}
@@ -293,7 +293,7 @@ class _PlanSearch:
                 best = tried
         return best
 
-    def _other_way(self, best: Try) -> Try:
+    def _other_way(self, best: PlanTrial) -> PlanTrial:
         """Try savings ranked above the plan's most expensive one in its place: here they may be the cheaper ones."""
         dearest = next((saving for saving in reversed(self._savings) if saving.name in best.plan), None)
         if dearest is None or dearest is self._savings[-1]:
@@ -304,7 +304,7 @@ class _PlanSearch:
         tried = self._lighter(tried)
         return min(best, tried, key=lambda each: each.attempt.seconds)
 
-    def _fewer_blocks(self, best: Try) -> Try:
+    def _fewer_blocks(self, best: PlanTrial) -> PlanTrial:
         """Recompute only the blocks that the knapsack chooses.
 
         Trials show how many bytes the other blocks may keep together. The first trial lets them keep all that the
@@ -337,7 +337,7 @@ class _PlanSearch:
                 kept = spare if low < spare < high else (low + high) // 2
         return best
 
-    def _larger_budget(self, best: Try) -> Try:
+    def _larger_budget(self, best: PlanTrial) -> PlanTrial:
         """Let compiled models keep the largest share of their activations that fits."""
         if "compile" not in best.plan:
             return best
@@ -355,7 +355,7 @@ _BY_CHANGE = (
 """Techniques from the one that changes the training least to the one that changes it most."""
 
 
-def _is_lighter(one: Try, other: Try) -> bool:
+def _is_lighter(one: PlanTrial, other: PlanTrial) -> bool:
     """Return whether a plan is a proper part of another, and both or neither use `precision`."""
     part = settings_of(one.plan) < settings_of(other.plan)
     return part and ("precision" in one.plan) == ("precision" in other.plan)
@@ -366,13 +366,13 @@ def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
     return frozenset((name, toml_value(setting)) for name, setting in plan.items())
 
 
-def cannot_fit(plan: Techniques, tries: Sequence[Try]) -> Try | None:
+def cannot_fit(plan: Techniques, tries: Sequence[PlanTrial]) -> PlanTrial | None:
     """Return a try of a larger plan that includes this one and did not fit, so that this one cannot; None without one.
 
     Plans that differ in `precision` are not compared: bf16 casts of many weights may take more than activations save.
     """
     for tried in tries:
-        if _is_lighter(Try(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
+        if _is_lighter(PlanTrial(plan, tried.attempt), tried) and tried.attempt.outcome == "out of memory":
             return tried
     return None
 
@@ -390,7 +390,7 @@ def in_words(plan: Mapping[str, Setting]) -> str:
     return ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.items()) or "the script as it is"
 
 
-def came_to(tried: Try) -> str:
+def came_to(tried: PlanTrial) -> str:
     """Format the result of a try: its peak and time, or how it failed."""
     if tried.fits:
         return f"{tried.peak / 1e6:.0f} MB, {tried.attempt.seconds * 1e3:.1f} ms a step"

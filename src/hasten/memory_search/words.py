@@ -10,7 +10,7 @@ import hasten
 from hasten.batch.trouble import rises
 from hasten.batch.words import gigabytes
 from hasten.evidence import Machine
-from hasten.memory_search.search import SearchResult, Try, came_to, in_words
+from hasten.memory_search.search import PlanTrial, SearchResult, came_to, in_words
 from hasten.plan import DEFAULT_NAME, Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.report_paths import shorten
@@ -109,7 +109,7 @@ def _rising(found: SearchResult) -> list[str]:
     return [f"BUT {rises(grows, found.limit.size - found.chosen.peak)}"] if grows else []
 
 
-def _predicted(tried: Try) -> str:
+def _predicted(tried: PlanTrial) -> str:
     return f" ({gigabytes(tried.predicted)} predicted)" if tried.predicted else ""
 
 
@@ -123,7 +123,7 @@ def _without(found: SearchResult, name: str) -> str:
     return came_to(tried) + more
 
 
-def _row(tried: Try) -> str:
+def _row(tried: PlanTrial) -> str:
     if not tried.fits:
         return f"{tried.attempt.outcome:>24}   {in_words(tried.plan)}"
     return f"{gigabytes(tried.peak):>12}{tried.attempt.seconds * 1e3:>12.1f}   {in_words(tried.plan)}"

@@ -10,7 +10,7 @@ from typing import Any
 from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.planner.collectives import Network
-from hasten.planner.job import Given, Job, job_of
+from hasten.planner.job import Job, JobOverrides, job_of
 from hasten.planner.strategies import STRATEGIES, Cost
 
 SCHEMA = "hasten-cluster-plan/1"
@@ -77,7 +77,7 @@ def plan(
     evidence: Evidence,
     devices: Sequence[int],
     network: Network,
-    given: Given,
+    given: JobOverrides,
     memory: int | None = None,
     price: float | None = None,
 ) -> ClusterPlan:
@@ -168,7 +168,7 @@ def _why(strategy: str) -> str:
     }[strategy]
 
 
-def _further(job: Job, given: Given) -> list[str]:
+def _further(job: Job, given: JobOverrides) -> list[str]:
     """Return the assumptions that are specific to this job."""
     lines = []
     if given.batch == "global":

@@ -29,7 +29,7 @@ _KEEPS = {
 
 
 @dataclass(frozen=True)
-class Given:
+class JobOverrides:
     """Values that the user gives in addition to the evidence; None: taken from the evidence.
 
     Attributes:
@@ -123,7 +123,7 @@ class Job:
         return dataclasses.replace(self, **parts, beside=beside)
 
 
-def job_of(evidence: Evidence, given: Given) -> tuple[Job, list[str]]:
+def job_of(evidence: Evidence, given: JobOverrides) -> tuple[Job, list[str]]:
     """Return the step that a run measured, and the assumptions made for it, in words.
 
     Raises:
@@ -221,7 +221,7 @@ def _batches(evidence: Evidence, assumed: list[str]) -> int:
     return batches
 
 
-def _states(evidence: Evidence, given: Given, trained: int, number: int) -> int:
+def _states(evidence: Evidence, given: JobOverrides, trained: int, number: int) -> int:
     """Return the size of the optimizer state in bytes.
 
     Raises:
@@ -253,7 +253,7 @@ def numbers_kept(optimizer: OptimizerFacts) -> int:
     return _KEEPS[optimizer.name] + momentum + further
 
 
-def _beside(given: Given, peak: int | None, held: int, assumed: list[str]) -> int | None:
+def _beside(given: JobOverrides, peak: int | None, held: int, assumed: list[str]) -> int | None:
     """Return the bytes that a step needs in addition to parameters, gradients and optimizer state (`held`)."""
     if given.activations is not None:
         return given.activations
@@ -264,7 +264,7 @@ def _beside(given: Given, peak: int | None, held: int, assumed: list[str]) -> in
     return max(0, peak - held)
 
 
-def _samples(evidence: Evidence, given: Given) -> tuple[int | None, int | None]:
+def _samples(evidence: Evidence, given: JobOverrides) -> tuple[int | None, int | None]:
     """Return the number of samples in a batch, and the number to predict time and cost for."""
     loader = evidence.train_loader
     size = given.batch_size or (loader.batch_size if loader else None)

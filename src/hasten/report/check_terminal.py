@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 
 from hasten.check import words
-from hasten.check.checked import Checked
+from hasten.check.result import CheckResult
 from hasten.report.screen import Screen
 from hasten.report.words import clean
 
 _STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
-def show(found: Checked, console: Console) -> None:
+def show(found: CheckResult, console: Console) -> None:
     """Print a check's result: whether the plan changes the training, the first difference, and what was compared.
 
     Args:

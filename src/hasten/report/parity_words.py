@@ -12,7 +12,7 @@ _SAME_WAY = 0.99  # cosine above which gradients count as pointing the same way
 
 
 @dataclass(frozen=True)
-class Same:
+class ParityAnswer:
     """The answer about parity; `title` and `detail` together make a sentence."""
 
     answer: Answer
@@ -20,16 +20,20 @@ class Same:
     detail: str
 
 
-def parity(proof: Proof) -> Same:
+def parity(proof: Proof) -> ParityAnswer:
     """Return whether the plan's losses stay the same, in one sentence."""
     answer, checks = proof.parity.answer, proof.parity.checks
     if answer is Answer.NOT_KNOWN:
         why = proof.parity.note or ("nothing was kept" if not proof.techniques else "no losses were compared")
-        return Same(answer, "Whether the losses stay the same is not known", words.clean(why))
+        return ParityAnswer(answer, "Whether the losses stay the same is not known", words.clean(why))
     if answer is Answer.HOLDS:
-        return Same(answer, "Parity holds", _seen(checks) or words.clean(proof.parity.note) or "no loss changed")
+        return ParityAnswer(
+            answer, "Parity holds", _seen(checks) or words.clean(proof.parity.note) or "no loss changed"
+        )
     changed = ", ".join(f"{words.clean(check.what)} {words.signed(check.change)}" for check in checks if not check.ok)
-    return Same(answer, "Parity does NOT hold", changed or words.clean(proof.parity.note) or "the losses differ")
+    return ParityAnswer(
+        answer, "Parity does NOT hold", changed or words.clean(proof.parity.note) or "the losses differ"
+    )
 
 
 def _seen(checks: tuple[ParityCheck, ...]) -> str:

@@ -15,7 +15,7 @@ from rich.console import Console
 from hasten import messages
 from hasten.report import course, words
 from hasten.report.screen import Screen
-from hasten.tuner.found import Claimed
+from hasten.tuner.found import Claim
 from hasten.tuner.proof import Block, beside_others
 
 _BETTER = 1.03  # times the last reported pace: a new best above it is reported
@@ -45,7 +45,7 @@ class TuneProgress:
         self._budget = budget
         self._start = time.monotonic()
         self._paces: dict[bool, dict[tuple[str, ...], list[float]]] = {False: {}, True: {}}  # disturbed -> on -> paces
-        self._claimed: Claimed | None = None
+        self._claimed: Claim | None = None
         self._said = 1.0
         self._last: Block | None = None
         self._now: float | None = None
@@ -64,7 +64,7 @@ class TuneProgress:
             self._write(f"hasten {self._elapsed():5.0f}s  {words.clean(line)}\n")
             self._draw()
 
-    def block(self, block: Block, baseline_step: float | None, claimed: Claimed | None = None) -> None:
+    def block(self, block: Block, baseline_step: float | None, claimed: Claim | None = None) -> None:
         """Record a finished block and update the display.
 
         Args:

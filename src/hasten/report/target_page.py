@@ -10,15 +10,15 @@ from markupsafe import Markup
 from hasten.report import drawing, words
 from hasten.report.page import environment, write_whole
 from hasten.target import words as target_words
-from hasten.target.found import Found
 from hasten.target.full_run import FullRun
+from hasten.target.result import TargetResult
 from hasten.tuner.proof import Answer
 from hasten.tuner.report_paths import without_paths
 
 _HEIGHT = 220.0
 
 
-def render(found: Found, plan: str = "") -> str:
+def render(found: TargetResult, plan: str = "") -> str:
     """Return the page's HTML. Paths are shown relative to the working directory.
 
     Args:
@@ -26,7 +26,7 @@ def render(found: Found, plan: str = "") -> str:
         plan: Path of the plan file, if the winner has techniques.
     """
     kind = "nothing" if found.winner is None else "faster" if found.proven is Answer.HOLDS else "unproven"
-    shown: Found = without_paths(found)
+    shown: TargetResult = without_paths(found)
     return (
         environment()
         .get_template("target.html.j2")
@@ -34,7 +34,7 @@ def render(found: Found, plan: str = "") -> str:
     )
 
 
-def write(found: Found, path: Path, plan: str = "") -> None:
+def write(found: TargetResult, path: Path, plan: str = "") -> None:
     """Write the page atomically.
 
     Raises:
@@ -43,7 +43,7 @@ def write(found: Found, path: Path, plan: str = "") -> None:
     write_whole(render(found, plan), path)
 
 
-def course_chart(found: Found) -> Markup:
+def course_chart(found: TargetResult) -> Markup:
     """Draw the quality over time: all runs with the script's own seeds, and both sides on fresh seeds."""
     drawn = [(run, _line(run)) for run in found.runs]
     drawn = [(run, points) for run, points in drawn if len(points) > 1]

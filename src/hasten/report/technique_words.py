@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.report import words
-from hasten.tuner.proof import KeptTechnique, Proof, Tried
+from hasten.tuner.proof import KeptTechnique, Proof, TriedSetting
 
 _OUTCOMES = {"nan": "turned to NaN", "timeout": "timed out", "out of memory": "ran out of memory"}
 
@@ -74,7 +74,7 @@ def _kept(technique: KeptTechnique) -> Row:
     )
 
 
-def _lost(tried: Tried) -> Row:
+def _lost(tried: TriedSetting) -> Row:
     outcome, reason = _OUTCOMES.get(tried.outcome, words.clean(tried.outcome)), words.clean(tried.reason)
     why = f"{outcome}: {reason}" if reason else outcome
     ends = tried.ratio, tried.low, tried.high

@@ -13,7 +13,7 @@ from hasten.techniques.convergence.rates import is_adaptive
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainScript:
     """The unchanged script, as its first run showed it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Plain:
     steps: int
 
 
-def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
+def run_plain(runs: FullRuns, say: Callable[[str], None]) -> PlainScript:
     """Run the unchanged script to its end.
 
     Raises:
@@ -62,7 +62,7 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> Plain:
     arguments = arguments_of(runs.command, parsed)
     adaptive, scheduled = is_adaptive(optimizers), any(fact.get("scheduled") for fact in runs.facts)
     steps = 0 if scheduled else next((int(fact["steps"]) for fact in runs.facts if "steps" in fact), 0)
-    return Plain(run, to_goal, kind, example, arguments, adaptive, bool(optimizers), batch, steps)
+    return PlainScript(run, to_goal, kind, example, arguments, adaptive, bool(optimizers), batch, steps)
 
 
 def _reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> tuple[FullRun, float]:

@@ -25,7 +25,7 @@ from hasten.plan import Setting
 from hasten.taps.config import DoctorOptions, RunConfig, TrialOptions, environment
 from hasten.target.arguments import with_arguments
 from hasten.target.goal import Goal
-from hasten.target.readings import LOGGED, PRINTED, Kind, Reading, Readings, Tail
+from hasten.target.readings import LOGGED, PRINTED, FileTail, Kind, Reading, Readings
 from hasten.target.run_observer import VARIABLE
 from hasten.techniques import toml_value
 from hasten.tuner.trial import last_lines
@@ -163,7 +163,7 @@ class FullRuns:
         folder = self.scratch / f"w{len(self.done)}"
         folder.mkdir()
         readings = Readings(self.goal, self.only)
-        tails = {PRINTED: Tail(folder / "log"), LOGGED: Tail(folder / "logged")}
+        tails = {PRINTED: FileTail(folder / "log"), LOGGED: FileTail(folder / "logged")}
         start = time.monotonic()
         late = False
         with (folder / "log").open("wb") as log:
@@ -211,7 +211,7 @@ class FullRuns:
         stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
         return start_logged(arguments, environment(config, {**os.environ, **own}), log, stdin)
 
-    def _hear(self, readings: Readings, tails: Mapping[str, Tail], seconds: float, last: bool = False) -> None:
+    def _hear(self, readings: Readings, tails: Mapping[str, FileTail], seconds: float, last: bool = False) -> None:
         for where, tail in tails.items():
             for line in tail.lines(last):
                 readings.hear(where, line, seconds)
@@ -225,7 +225,7 @@ class FullRuns:
 
 def _facts(folder: Path) -> list[dict[str, Any]]:
     """Read the facts that a run's process wrote about itself."""
-    tail = Tail(folder / "facts")
+    tail = FileTail(folder / "facts")
     facts = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
     tail.close()
     return facts

@@ -127,7 +127,7 @@ class Readings:
         )
 
 
-class Tail:
+class FileTail:
     """Reads the lines that a process appends to a file, as they come.
 
     Args:
@@ -181,7 +181,7 @@ _MARKS = _SPLITS | {"best", "ema", "worst", "min", "max", "std", "previous", "la
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledNumber:
     """A number in a line, with its label.
 
     Attributes:
@@ -195,10 +195,10 @@ class Labelled:
     value: float
 
 
-def numbers_of(line: str) -> list[Labelled]:
+def numbers_of(line: str) -> list[LabelledNumber]:
     """Return the labelled numbers of a line, in order."""
     line = _COLOURS.sub("", line)[:2000]
-    labelled: list[Labelled] = []
+    labelled: list[LabelledNumber] = []
     end, carried = 0, ""  # `carried`: the split named by a header, for the numbers after it
     for match in _NUMBER.finditer(line):
         if match.start() < end:
@@ -221,7 +221,7 @@ def numbers_of(line: str) -> list[Labelled]:
         value = float(match[0].replace("_", ""))
         if out_of and float(out_of[1]):
             value /= float(out_of[1])
-        labelled.append(Labelled(label, tuple(sorted(words)), value))
+        labelled.append(LabelledNumber(label, tuple(sorted(words)), value))
     return labelled
 
 

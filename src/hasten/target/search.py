@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import hasten
 from hasten.errors import HastenError
 from hasten.target.arguments import varied, with_arguments
-from hasten.target.baseline import Plain, run_plain
+from hasten.target.baseline import PlainScript, run_plain
 from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
-from hasten.target.found import Found, SeedPair
 from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
-from hasten.target.spending import Account, Say, TargetOptions, useless_after
+from hasten.target.result import SeedPair, TargetResult
+from hasten.target.spending import RunAccount, Say, TargetOptions, useless_after
 
 _KEPT = 3  # one candidate in so many goes on to the next length
 _LONGER = 1.5  # factor of the length, for a finalist that was too short on a fresh seed
@@ -49,7 +49,7 @@ class _Length:
     seconds: float
 
 
-def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
+def search(runs: FullRuns, options: TargetOptions, say: Say) -> TargetResult:
     """Find the arguments with which a training reaches a goal soonest.
 
     Args:
@@ -76,8 +76,8 @@ def search(runs: FullRuns, options: TargetOptions, say: Say) -> Found:
 class _Search:
     """State and steps of one search."""
 
-    def __init__(self, runs: FullRuns, options: TargetOptions, say: Say, plain: Plain) -> None:
-        self.account = Account(runs, options, say, plain)
+    def __init__(self, runs: FullRuns, options: TargetOptions, say: Say, plain: PlainScript) -> None:
+        self.account = RunAccount(runs, options, say, plain)
         self.runs, self.options, self.say, self.plain = runs, options, say, plain
         self.wanted = varied(options.vary, plain.arguments)
         self.interrupted = False
@@ -276,14 +276,14 @@ class _Search:
 
     # -- the result ------------------------------------------------------------------------------------------
 
-    def found(self) -> Found:
+    def found(self) -> TargetResult:
         """Return the result so far."""
         runs = self.runs
         winner = self.winner or (self.finalists[0] if self.finalists and self.interrupted else None)
         offered = with_arguments(runs.command, winner.candidate.arguments) if winner is not None else runs.command
         if self.interrupted:
             self.notes.append("stopped by Ctrl-C: this is the best found until then")
-        return Found(
+        return TargetResult(
             goal=runs.goal,
             understood=str(self.plain.kind),
             example=self.plain.example,
@@ -315,7 +315,7 @@ class FreshSeeds:
         pairs: Both sides of each seed, for the latest finalist.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: RunAccount) -> None:
         self.pairs: list[SeedPair] = []
         self._account = account
         self._plain: dict[int, FullRun] = {}  # by seed

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hasten.target.baseline import Plain
+from hasten.target.baseline import PlainScript
 from hasten.target.full_run import FullRun, FullRuns
 
 _SLACK, _START = 1.1, 1.0  # factor, and seconds for the start-up, that a run may take beyond another run's time
@@ -32,7 +32,7 @@ class TargetOptions:
 
 
 @dataclass
-class Account:
+class RunAccount:
     """The runs of a search, and the budget that limits them.
 
     Attributes:
@@ -47,7 +47,7 @@ class Account:
     runs: FullRuns
     options: TargetOptions
     say: Say
-    plain: Plain
+    plain: PlainScript
     untried: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -6,12 +6,12 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from hasten.target.found import Found, SeedPair
 from hasten.target.full_run import FullRun
+from hasten.target.result import SeedPair, TargetResult
 from hasten.tuner.proof import Answer
 
 
-def title(found: Found) -> str:
+def title(found: TargetResult) -> str:
     """Return the result in a few words."""
     ratio = found.ratio
     if found.winner is None:
@@ -25,7 +25,7 @@ def title(found: Found) -> str:
     return f"no sooner to {found.goal}, but the run ends there"
 
 
-def detail(found: Found) -> str:
+def detail(found: TargetResult) -> str:
     """Return the evidence for the title: fresh seeds, interval."""
     ratio = found.ratio
     if found.winner is None:
@@ -39,7 +39,7 @@ def detail(found: Found) -> str:
     return f"{pairs}, both sides in turn; 95 % interval {ratio.low:.2f} to {ratio.high:.2f}{least}"
 
 
-def figures(found: Found) -> list[tuple[str, str, str]]:
+def figures(found: TargetResult) -> list[tuple[str, str, str]]:
     """Return the measured figures as rows: label, unchanged script, winner."""
     first, winner = found.first, found.winner
     if winner is None:
@@ -51,7 +51,7 @@ def figures(found: Found) -> list[tuple[str, str, str]]:
     return rows
 
 
-def advice(found: Found) -> list[str]:
+def advice(found: TargetResult) -> list[str]:
     """Return what to know before using the result, a sentence each."""
     sentences = []
     if found.winner is not None and not found.has_length:
@@ -70,7 +70,7 @@ def advice(found: Found) -> list[str]:
     return sentences
 
 
-def command_line(found: Found, plan: str = "") -> str:
+def command_line(found: TargetResult, plan: str = "") -> str:
     """Return the command line that runs the training as found.
 
     Args:
@@ -83,7 +83,7 @@ def command_line(found: Found, plan: str = "") -> str:
     return shlex.join(["python", *words] if words[0] == "-m" or words[0].endswith(".py") else words)
 
 
-def row(run: FullRun, found: Found) -> tuple[str, str, str, str, str]:
+def row(run: FullRun, found: TargetResult) -> tuple[str, str, str, str, str]:
     """Return a run as a table row: part, candidate with seed, outcome, seconds, best value."""
     best = found.goal.best(reading.value for reading in run.readings)
     seed = f", seed {run.seed}" if run.seed else ""
@@ -93,7 +93,7 @@ def row(run: FullRun, found: Found) -> tuple[str, str, str, str, str]:
     return run.part, f"{run.candidate}{seed}", outcome, f"{run.seconds:.1f} s", "" if best is None else f"{best:g}"
 
 
-def lines(found: Found, plan: str = "", page: str = "") -> list[str]:
+def lines(found: TargetResult, plan: str = "", page: str = "") -> list[str]:
     """Return the result as lines for a terminal."""
     shown = [title(found), f"  {detail(found)}", "", f"  quality: {found.understood}; as in: {found.example}"]
     if found.winner is not None:
@@ -116,7 +116,7 @@ def _listed(heading: str, texts: Sequence[str]) -> list[str]:
     return ["", f"  {heading}", *(f"    {text}" for text in texts)] if texts else []
 
 
-def _ratio_of_search(found: Found) -> float:
+def _ratio_of_search(found: TargetResult) -> float:
     assert found.winner is not None
     before, after = found.first.to_goal, found.winner.to_goal
     return before / after if before is not None and after else math.nan

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hasten import messages
-from hasten.check.checked import Checked
 from hasten.check.listen import listen
 from hasten.check.options import WitnessOptions
+from hasten.check.result import CheckResult
 from hasten.check.run import check_plan
 from hasten.check.runs import FinishedRun, Techniques
 from hasten.check.witness import Witness
@@ -55,7 +55,7 @@ _QUIET: dict[str, Any] = {
 }
 
 
-def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resume: bool) -> Checked:
+def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resume: bool) -> CheckResult:
     """Check a Trainer's techniques; see `Trainer.check`."""
     if torch.cuda.is_initialized():
         raise HastenError(

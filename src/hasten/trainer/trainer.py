@@ -30,7 +30,7 @@ from hasten.trainer.stages import Metrics, Stage
 
 if TYPE_CHECKING:
     from hasten.batch.result import BatchSizes
-    from hasten.check.checked import Checked
+    from hasten.check.result import CheckResult
 
 Loaders = Any
 """A DataLoader, any iterable of batches, or nested lists and dicts of them."""
@@ -138,7 +138,7 @@ class Trainer(TrainerProperties):
         batches: int = 6,
         epochs: int = 2,
         resume: bool = True,
-    ) -> Checked:
+    ) -> CheckResult:
         """Compare training under this Trainer's techniques with plain training, step by step; trains nothing here.
 
         Forks of this process train a few batches on one thread, without and with the techniques of flags and plan.

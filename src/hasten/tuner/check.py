@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hasten.check.checked import Checked
 from hasten.check.options import RECORDS, WitnessOptions
+from hasten.check.result import CheckResult
 from hasten.check.run import check_plan
 from hasten.check.runs import CheckTimeoutError, FinishedRun, Say
 from hasten.child import Child, how_it_ended, scratch_folder, start_logged
@@ -58,7 +58,7 @@ def check(
     options: CheckOptions,
     say: Say,
     within: Path | None = None,
-) -> Checked:
+) -> CheckResult:
     """Check a plan on an unchanged training.
 
     Args:

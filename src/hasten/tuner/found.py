@@ -20,7 +20,7 @@ _LEAST_PAIRS = 3  # undisturbed pairs that a claim needs; with fewer it includes
 
 
 @dataclass(frozen=True)
-class Claimed:
+class Claim:
     """Claimed speed-up of a plan.
 
     Attributes:
@@ -118,7 +118,7 @@ class SearchState:
             low, high = min(low, *logs), max(high, *logs)
         return Ratio(*map(math.exp, (middle, low, high)))
 
-    def claimed(self) -> Claimed | None:
+    def claimed(self) -> Claim | None:
         """Return the claim, how it was measured, and how far others disturbed it; None if it was not measured."""
         if (speedup := self.claim()) is None:
             return None
@@ -126,7 +126,7 @@ class SearchState:
         how = f"{counted} pairs of blocks in one process, the script as it is and the plan in turn"
         if left := len(self.sides()) - counted:
             how += f"; {left} more left out, which others disturbed"
-        return Claimed(speedup, how, self.disturbed())
+        return Claim(speedup, how, self.disturbed())
 
     def phases(self) -> dict[str, tuple[float, ...]]:
         """Return the seconds of each phase of a step in the claim's median block, on both sides."""

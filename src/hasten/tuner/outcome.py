@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hasten
-from hasten.check.checked import Checked
+from hasten.check.result import CheckResult
 from hasten.evidence import ASIDE, PHASES, this_machine
 from hasten.online.candidates import Applicable
 from hasten.online.posterior import CandidateEstimate
@@ -17,7 +17,7 @@ from hasten.online.record import MeasuredBlock
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
-from hasten.tuner.found import Claimed, SearchState, taken_of
+from hasten.tuner.found import Claim, SearchState, taken_of
 from hasten.tuner.length import TrainingLength, full_seconds
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import (
@@ -33,7 +33,7 @@ from hasten.tuner.proof import (
     Proof,
     Ratio,
     TrialRow,
-    Tried,
+    TriedSetting,
     beside_others,
     in_words,
 )
@@ -71,7 +71,7 @@ class Measurements:
     baseline: Baseline
     pairs: list[tuple[Trial, Trial]]
     length: TrainingLength
-    checked: Checked | None
+    checked: CheckResult | None
     start: float
     budget: float
     spent: dict[str, float]
@@ -165,23 +165,23 @@ def effects_of(found: SearchState) -> set[Effect]:
     return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
 
 
-def _claimed(found: SearchState, pairs: list[tuple[Trial, Trial]]) -> Claimed:
+def _claimed(found: SearchState, pairs: list[tuple[Trial, Trial]]) -> Claim:
     """Return the claim: from blocks in turn, else from fresh processes in turn, else the search's own estimate."""
     if not found.chosen:
-        return Claimed(Ratio(1.0, 1.0, 1.0), "nothing is changed")
+        return Claim(Ratio(1.0, 1.0, 1.0), "nothing is changed")
     if (claimed := found.claimed()) is not None:
         return claimed
     if timings := timings_of(pairs):
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
         if len(timings) == 1:
             how += ": how much two processes of one script differ is not known"
-        return Claimed(steps_of(timings), how, taken_of([side for pair in pairs for side in pair]))
+        return Claim(steps_of(timings), how, taken_of([side for pair in pairs for side in pair]))
     mean, spread = found.course.posterior.gain(found.chosen)
     ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
     searched = [block for block in found.blocks if not block.trouble]
     quiet = 2 * sum(not block.disturbed for block in searched) > len(searched)
     how = "estimated from the blocks of the search, not measured in turn"
-    return Claimed(Ratio(*ratio), how, None if quiet else taken_of(searched))
+    return Claim(Ratio(*ratio), how, None if quiet else taken_of(searched))
 
 
 def _parity(all_: Measurements) -> Parity:
@@ -217,7 +217,7 @@ def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
     )
 
 
-def _tried(found: SearchState) -> tuple[Tried, ...]:
+def _tried(found: SearchState) -> tuple[TriedSetting, ...]:
     """Return every setting that was measured or failed, with its estimated effect."""
     rows = []
     for index, (one, estimate) in enumerate(
@@ -229,7 +229,7 @@ def _tried(found: SearchState) -> tuple[Tried, ...]:
             continue
         outcome = "kept" if kept else "dropped" if reason else "lost"
         reason = reason or ("" if kept else _why_lost(found, index, estimate))
-        row = Tried(one.name, one.setting, outcome, reason)
+        row = TriedSetting(one.name, one.setting, outcome, reason)
         if estimate.blocks:
             ratio, low, high = estimate.ratio
             row = dataclasses.replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hasten import files
 from hasten.check.agreement import Agreement
-from hasten.check.checked import Checked
+from hasten.check.result import CheckResult
 from hasten.evidence import Machine
 from hasten.evidence.figures import percent
 from hasten.evidence.plain import read_plain
@@ -148,7 +148,7 @@ class KeptTechnique:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedSetting:
     """A setting that was tried.
 
     Attributes:
@@ -285,7 +285,7 @@ class Proof:
     curves: Curves
     pairs: tuple[Pair, ...]
     techniques: tuple[KeptTechnique, ...]
-    tried: tuple[Tried, ...]
+    tried: tuple[TriedSetting, ...]
     skipped: tuple[Skipped, ...]
     trials: tuple[TrialRow, ...]
     budget_seconds: float
@@ -298,7 +298,7 @@ class Proof:
     noise: MachineNoise | None = None
     notes: tuple[str, ...] = ()
     taps_skipped: tuple[str, ...] = ()
-    check: Checked | None = None
+    check: CheckResult | None = None
     disturbed: float | None = None
     schema: str = field(default=SCHEMA)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.check.checked import Checked
+from hasten.check.result import CheckResult
 from hasten.child import scratch_folder
 from hasten.errors import HastenError
 from hasten.online.candidates import Applicable, applicable, validation_share
@@ -27,7 +27,7 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.budget import TimeSpent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Claimed, QuietMeter, SearchState
+from hasten.tuner.found import Claim, QuietMeter, SearchState
 from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
@@ -47,7 +47,7 @@ _LEAST_FOR_BASELINE = 60.0  # seconds
 _REPORT = 1.5  # writing the report takes at most this multiple of the time that this process took to start
 
 Say = Callable[[str], None]
-OnBlock = Callable[[Block, Claimed | None], None]
+OnBlock = Callable[[Block, Claim | None], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TuneOptions:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneResult:
     """Result of a tune. `interrupted`: Ctrl-C ended it, and this is the best plan found until then."""
 
     plan: Plan
@@ -85,7 +85,7 @@ class Tuned:
 
 def tune(
     arguments: Sequence[str], command: Sequence[str], options: TuneOptions, say: Say, on_block: OnBlock | None = None
-) -> Tuned:
+) -> TuneResult:
     """Find a plan for a training and prove it.
 
     Args:
@@ -119,12 +119,12 @@ class _Tune:
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
         self.pairs: list[tuple[Trial, Trial]] = []
-        self.checked: Checked | None = None
+        self.checked: CheckResult | None = None
         self.quiet = QuietMeter()
         self.key: tuple[Path, Key] | None = None
         self.recalled: RecalledTraining | None = None
 
-    def run(self) -> Tuned:
+    def run(self) -> TuneResult:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
         self.length = seen_to_its_end(length_of(self.trials.command, self.baseline.timing), self.baseline.evidence)
@@ -145,7 +145,7 @@ class _Tune:
         proof = proof_of(self._measurements())
         if self.key is not None and (trouble := remember(*self.key, self.found, proof)):
             self.say(trouble)
-        return Tuned(plan_of(proof), proof, self.interrupted)
+        return TuneResult(plan_of(proof), proof, self.interrupted)
 
     # -- the baseline --------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from hasten.data.remote.options import Remote, RemoteError
-from hasten.data.remote.tries import PassingError, Retries
+from hasten.data.remote.retries import PassingError, Retries
 from hasten.errors import HastenError
 
 TAIL = 16 << 10  # bytes of a file's end to request first: most footers are shorter

@@ -10,8 +10,8 @@ from collections import deque
 from typing import Any
 
 from hasten.data.remote.options import RemoteError
+from hasten.data.remote.retries import PassingError
 from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, gone, refused, shown
-from hasten.data.remote.tries import PassingError
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
 _PASSING = (408, 425, 429)  # status codes worth a retry, in addition to those from 500 on

@@ -47,7 +47,7 @@ class SeedPair:
 
 
 @dataclass(frozen=True)
-class Found:
+class TargetResult:
     """Everything that a search measured.
 
     Attributes:

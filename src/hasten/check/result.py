@@ -13,7 +13,7 @@ from hasten.plan import Setting
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """The result of a check.
 
     Attributes:
