@@ -81,7 +81,7 @@ class Layout:
         self._others: list[Replaced] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
-        """Convert the inputs of convolutions with these weights; `let_go` is called with the reason once that is unsafe."""
+        """Convert the inputs of convolutions with these weights; call `let_go` with the reason once that is unsafe."""
         if not self._convolutions:
             self._convolutions, self._others = _functions_of(self, _PLACES[:1]), _functions_of(self, _PLACES[1:])
         for function in self._convolutions:
