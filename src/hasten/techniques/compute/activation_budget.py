@@ -66,6 +66,7 @@ class ActivationBudget:
             self._choice.put_back()
 
     def _change(self, plain: Any) -> Any:
+        """Wrap the partitioner's choice of the values that a forward saves."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         def choose(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:

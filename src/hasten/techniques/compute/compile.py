@@ -194,6 +194,7 @@ class Compile(Technique):
             self._models.add(model)
 
     def _compile(self, model: Any) -> None:
+        """Compile one module, unless the script has compiled it or compiled code would behave differently."""
         import torch
 
         if not self._given_up and (place := differentiates_again(type(model).__module__)):

@@ -89,6 +89,7 @@ class Fp8(CudaOnly):
         self._taken.clear()
 
     def _refuse_without_hardware(self, model: Any) -> None:
+        """Raise `HastenError` if the model is not on a GPU that computes in float8."""
         import torch
 
         gpu = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)

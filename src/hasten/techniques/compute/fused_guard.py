@@ -144,6 +144,7 @@ class Guard:
         return fit
 
     def _remember(self, columns: tuple[list[Any], ...], grads: list[Any], chosen: list[int]) -> bool:
+        """Store what `_as_before` compares with. Return False if a tensor has no address to compare."""
         try:
             self._pointers = [_pointer(tensor) for column in columns for tensor in column]
         except (RuntimeError, TypeError):  # a kind of tensor that has no memory of its own: inspected each time

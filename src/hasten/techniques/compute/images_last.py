@@ -106,8 +106,8 @@ class Layout:
 
     def has(self, weight: Any) -> bool:
         """Return whether convolutions with this weight run in channels last."""
-        held = self.weights.get(id(weight))
-        return held is not None and held() is weight
+        ref = self.weights.get(id(weight))
+        return ref is not None and ref() is weight
 
 
 LAYOUT = Layout()

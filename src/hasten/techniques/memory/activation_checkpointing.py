@@ -110,6 +110,7 @@ class ActivationCheckpointing(Technique):
         return [cost for cost in costs if cost is not None]
 
     def _wrap(self, model: Any) -> None:
+        """Replace the forwards of a model's blocks, or of its long Sequentials."""
         import torch
 
         if isinstance(model, torch.jit.ScriptModule):

@@ -58,6 +58,7 @@ _FUNCTIONS = Replacements(_functions)
 
 
 def _change(plain: Any) -> Any:
+    """Wrap `F.cross_entropy`, with the same signature."""
     import torch
 
     from hasten.techniques.memory.loss_by_rows import by_rows

@@ -33,6 +33,7 @@ class OnHost(saved_tensors_hooks):
         return _Away(tensor) if self._is_moved(tensor) else _Here(tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is moved: it is large, not there anyway, and can be restored exactly."""
         return (
             _is_plain(tensor)
             and tensor.device.type == self._device

@@ -98,6 +98,8 @@ class SetToNone(Technique):
         self._onlooker = what
 
     def _noting(self, plain: Any) -> Any:
+        """Wrap `zero_grad` to note large gradients that it fills with zeros, and to give them untouched pages."""
+
         def zero_grad(this: Any, set_to_none: bool = True) -> None:
             if set_to_none or not self.active or self._onlooker:
                 plain(this, set_to_none)

@@ -213,7 +213,7 @@ class Stepped:
         """Run a backward, and watch the stepped weights until the script's step."""
         if self._at_rest.open:  # a backward within another, or a second one before the step
             return call()
-        if others_on() or not self._handles:  # with another mode on, `may_begin` is told that no start was seen
+        if others_on() or not self._handles:  # unwatched: with another mode on, `may_begin` will refuse
             return call()
         self._at_rest.begin()
         try:

@@ -95,11 +95,12 @@ class AtRest(TorchDispatchMode):
             self._look(name.removeprefix("aten::"), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _look(self, name: str, given: Any) -> None:
-        if self._stepped and not getattr(self._own, "working", False) and self._touches(given):
+    def _look(self, name: str, args: Any) -> None:
+        if self._stepped and not getattr(self._own, "working", False) and self._touches(args):
             self._fail(name)
 
     def _touches(self, value: Any) -> bool:
+        """Return whether an operation's nested arguments contain memory of a watched tensor."""
         if isinstance(value, torch.Tensor):
             try:
                 watched = self._stepped.get(value.untyped_storage()._cdata)

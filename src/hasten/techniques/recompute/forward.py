@@ -23,7 +23,7 @@ from hasten.techniques import float32_draws
 from hasten.techniques.recompute.costs import Meter
 from hasten.techniques.recompute.outside_state import CannotRepeatError, Known, Then
 
-# On a GPU, comparing sums waits for the GPU. So it is done for a module's first forwards, then for one in so many.
+# On a GPU, comparing sums waits for the GPU. So it is done for a module's first 8 forwards, then for one in 64.
 _MARKED_ON_GPU = 8
 _EVERY = 64
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -174,6 +174,7 @@ class _KeptForward:
     # -- what autograd calls ----------------------------------------------------------------------------
 
     def _pack(self, tensor: Any) -> _Kept:
+        """Take a tensor that autograd saves, and drop it now or at the end of the forward."""
         # Detached, because an output that is saved in its own graph would keep that graph alive.
         kept = _Kept(self.count, _detach(tensor))
         self.count += 1
@@ -184,6 +185,7 @@ class _KeptForward:
         return kept
 
     def _unpack(self, kept: _Kept) -> Any:
+        """Return a saved tensor to the backward. The first that was dropped makes the forward run again."""
         if self.over:
             self.owner.asked()
         else:  # a backward inside the forward, as of `torch.autograd.grad` for a penalty
@@ -272,6 +274,7 @@ class _KeptForward:
             raise self._error("other numbers came out when its forward ran again")
 
     def _error(self, reason: str) -> RuntimeError:
+        """Return the error of a backward that cannot be computed, after telling the user."""
         self.fresh = {}
         name, kind = self.owner.technique, type(self.module).__name__
         message = (
