@@ -1,4 +1,9 @@
-"""A memory budget for what a compiled forward keeps for its backward, with random numbers drawn once."""
+"""A budget for the activations that compiled code saves for its backward; random operators are never recomputed.
+
+torch's min-cut partitioner splits the joint graph of forward and backward, and chooses which values the forward saves.
+Under a budget it saves fewer and lets the backward recompute the rest. `ActivationBudget` sets the budget and wraps the
+partitioner's choice, because a random operator that is recomputed draws other numbers than the forward did.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +18,33 @@ _SETTING, _CHOICE = "activation_memory_budget", "choose_saved_values_set"
 
 
 class ActivationBudget:
-    """torch's `activation_memory_budget` for all that is compiled while it is in place.
+    """torch's `activation_memory_budget`, for everything that is compiled while it is in place.
 
-    The partitioner may choose to compute a random operator again, which would draw other numbers in the backward than
-    in the forward (a dropout with another mask: a wrong gradient). Here they are kept; what is chosen is looked over,
-    and where a random operator would still run again the graph keeps what it keeps without a budget.
+    The partitioner may choose to recompute a random operator, which would draw other numbers in the backward than in
+    the forward (a dropout with another mask: a wrong gradient). Here the outputs of random operators must be saved. The
+    partitioner's choice is checked afterwards: if a random operator would still run again, the graph is partitioned
+    without a budget.
 
     Args:
-        budget: Share of the activations that may be kept, above 0 and below 1.
-        left_alone: Told why one was not.
+        budget: Share of the activations that may be saved, above 0 and below 1.
+        left_alone: Called with the reason when a graph is partitioned without the budget.
     """
 
     def __init__(self, budget: float, left_alone: Callable[[str], None]) -> None:
-        # Not quite the number that was asked for, which is a part of the key of torch's cache of compiled code: a graph
-        # that torch alone has made with that budget, and whose dropout is wrong, is not taken from there.
+        # Slightly below the requested number. The budget is part of the key of torch's cache of compiled code, and the
+        # cache may hold graphs that plain torch made with exactly that budget, whose dropout is wrong.
         self._budget = budget * (1 - 2.0**-30)
         self._left_alone = left_alone
         self._choice: Replaced | None = None
 
     def put_in_place(self, configure: Callable[[Any, str, Any], None]) -> None:
-        """Set it.
+        """Set the budget, and wrap the partitioner's choice.
 
         Args:
-            configure: Sets a name in a module of settings to a value, and will put it back.
+            configure: Sets an attribute of a config module; its owner restores the attribute later.
 
         Raises:
-            HastenError: This torch has no such budget.
+            HastenError: This version of torch has no such budget.
         """
         import torch._functorch.config
         import torch._functorch.partitioners as partitioners
@@ -55,25 +61,28 @@ class ActivationBudget:
         self._choice.put_in_place()
 
     def put_back(self) -> None:
-        """Leave torch's own choice in its place."""
+        """Restore the partitioner's own choice. The budget is restored by whoever passed `configure`."""
         if self._choice is not None:
             self._choice.put_back()
 
     def _change(self, plain: Any) -> Any:
+        """Wrap the partitioner's choice of the values that a forward saves."""
         from torch.utils.checkpoint import CheckpointPolicy
 
         def choose(joint_graph: Any, node_info: Any, memory_budget: float = 1) -> Any:
-            if memory_budget != self._budget:  # the script's own, for a region, or none
+            if memory_budget != self._budget:  # no budget, or the script's own budget for a region
                 return plain(joint_graph, node_info, memory_budget=memory_budget)
-            drawn = [node for node in joint_graph.nodes if draws(node.target) and "recompute" not in node.meta]
-            for node in drawn:
+            # Nodes that carry a policy already, from the script's activation checkpointing, keep it.
+            random_nodes = [node for node in joint_graph.nodes if draws(node.target) and "recompute" not in node.meta]
+            for node in random_nodes:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             try:
                 saved = plain(joint_graph, node_info, memory_budget=memory_budget)
             finally:
-                for node in drawn:
+                for node in random_nodes:
                     del node.meta["recompute"]
-            if name := _drawn_again(node_info, saved):
+            # Versions of torch may ignore the policy, or choose past it: so the choice itself is checked.
+            if name := _recomputed_draw(node_info, saved):
                 self._left_alone(f"a graph keeps its activations: {name} would draw random numbers a second time")
                 return plain(joint_graph, node_info, memory_budget=1)
             return saved
@@ -81,16 +90,16 @@ class ActivationBudget:
         return choose
 
 
-def _drawn_again(node_info: Any, saved: list[Any]) -> str:
-    """Name a random operator of the forward that the backward would run again; "" for none."""
-    kept, seen = set(saved), set()
-    ahead = list(node_info.required_bw_nodes)
-    while ahead:
-        node = ahead.pop()
-        if node in seen or node in kept:
+def _recomputed_draw(node_info: Any, saved: list[Any]) -> str:
+    """Return the name of a random operator of the forward that the backward would run again; "" if there is none."""
+    saved_nodes, seen = set(saved), set()
+    queue = list(node_info.required_bw_nodes)  # walk from the backward's nodes to inputs; saved values end the walk
+    while queue:
+        node = queue.pop()
+        if node in seen or node in saved_nodes:
             continue
         seen.add(node)
         if draws(node.target) and node_info.is_required_fw(node):
             return str(node.target)
-        ahead += node.all_input_nodes
+        queue += node.all_input_nodes
     return ""

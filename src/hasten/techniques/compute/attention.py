@@ -1,4 +1,4 @@
-"""Attention on a CPU by plain matrix products in place of the flash kernel."""
+"""Attention on a CPU with plain matrix products instead of the flash kernel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hasten.techniques.switches import ProcessWide
 
 
 class Attention(ProcessWide):
-    """Let `scaled_dot_product_attention` on a CPU take its plain implementation ("math").
+    """Use the plain implementation ("math") of `scaled_dot_product_attention` on a CPU.
 
-    The CPU's flash kernel saves memory for long sequences, but its backward is slow in bf16 and for short ones.
-    On a GPU, where flash is the fast one, this is not tried.
+    The CPU's flash kernel saves memory for long sequences, but its backward is slow in bf16 and for short sequences.
+    On a GPU this is not tried, because flash is the faster kernel there.
     """
 
     name = "attention"
@@ -22,7 +22,7 @@ class Attention(ProcessWide):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On for scaled_dot_product_attention on a CPU."""
+        """Propose "math" if the script calls `scaled_dot_product_attention` on a CPU."""
         if not evidence.flags.attention:
             return Refusal("scaled_dot_product_attention was not called")
         if any(model.device == "cuda" for model in evidence.models):
@@ -30,7 +30,7 @@ class Attention(ProcessWide):
         return Choices(("math",), "the CPU's flash attention has a slow backward")
 
     def process(self) -> None:
-        """Switch the flash kernel off; torch uses this one switch for the CPU too."""
+        """Switch the flash kernel off. The switch is named after CUDA, but torch obeys it on the CPU too."""
         import torch
 
         cuda = torch.backends.cuda

@@ -1,4 +1,4 @@
-"""Images stored pixel by pixel, as convolution kernels read them."""
+"""The technique `channels_last`: which models it may act on, and when it gives up. `images_last` does the work."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from hasten.techniques.nested import tensors_in
 
 
 class ChannelsLast(Technique):
-    """Let 2-D convolutions compute in `torch.channels_last`, and the layers between them.
+    """Run 2-D convolutions, and the layers between them, in the memory format `torch.channels_last`.
 
-    Other kernels run, which add in another order. What a convolution reads is laid out when it reads it, so weights,
-    gradients, the optimizer's state, inputs and files lie in memory as they do without, and so does what a model gives
-    to the script. An activation is laid out as without before its memory is given a second name (`view`, `flatten`,
-    `chunk`, `permute`, an index), it is pickled, or random numbers are drawn for it. A script that uses channels last
-    itself is left alone, as is compiled code, which chooses layouts of its own, and a model whose own code may tell the
-    difference: it asks how tensors lie (`stride`, `is_contiguous`), or calls torch by names of its own (`from torch
-    import rand_like`), `torch.ops`, vmap or TorchScript.
+    Other kernels run, which add in another order. A convolution's input is converted when the convolution reads it, so
+    weights, gradients, optimizer state, inputs, files, and the outputs that a model returns to the script all keep the
+    strides that they have without the technique. An activation is converted back to contiguous before its memory gets a
+    second name (`view`, `flatten`, `chunk`, `permute`, an index), before it is pickled, and before random numbers are
+    drawn for it. Left alone are scripts that use channels last themselves, compiled code, which chooses its own
+    layouts, and models whose own code may notice the difference: it asks for the layout of tensors (`stride`,
+    `is_contiguous`), or calls torch under imported names (`from torch import rand_like`), `torch.ops`, vmap or
+    TorchScript.
     """
 
     name = "channels_last"
@@ -35,7 +36,7 @@ class ChannelsLast(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On for models with 2-D convolutions."""
+        """Propose it for models that have 2-D convolutions and take a 4-D tensor."""
         models = [model for model in evidence.models if {"Conv2d", "ConvTranspose2d"} & set(model.layers)]
         if not models:
             return Refusal("no 2-D convolution in the model")
@@ -46,21 +47,23 @@ class ChannelsLast(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._gone = ""  # why all is left alone
+        self._why_given_up = ""  # reason why everything is left alone; "" while the technique may act
 
     def prepare(self, model: Any) -> None:
-        """Go on with the models of the Trainer's stage before."""
-        for one in list(self._models):
-            self._lay_out(one)
+        """Re-apply the layout to models from the Trainer's previous stage."""
+        for known in list(self._models):
+            self._lay_out(known)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Lay out what this model's convolutions read."""
+        """Convert the inputs of this model's convolutions from now on, unless that is unsafe."""
         from hasten.techniques.compute.images_last import LAYOUT, lies_last, why_it_shows
 
-        if self._gone or not has_2d_convolution(model):
+        if self._why_given_up or not has_2d_convolution(model):
             return
         tensors = [layer.weight for layer in convolutions(model)]
-        if not LAYOUT.weights:  # else they may lie so by this technique: a block that is called again for its backward
+        # Inputs in channels last show that the script uses the format itself, unless this technique has converted them:
+        # activation checkpointing calls a block of the model again, with an activation as its input.
+        if not LAYOUT.weights:
             tensors += tensors_in(args)
         if any(map(lies_last, tensors)):
             self._let_go("the script lays out its images channels last itself")
@@ -73,9 +76,13 @@ class ChannelsLast(Technique):
         self.did("model")
 
     def on(self) -> None:
-        """Lay out the models that are known by now."""
-        if self._gone:
-            raise HastenError(self._gone)
+        """Convert for all models known so far.
+
+        Raises:
+            HastenError: The technique was given up, or a script's weights are in channels last by now.
+        """
+        if self._why_given_up:
+            raise HastenError(self._why_given_up)
         from hasten.techniques.compute.images_last import lies_last
 
         super().on()
@@ -85,7 +92,7 @@ class ChannelsLast(Technique):
             self._lay_out(model)
 
     def off(self) -> None:
-        """Lay out nothing; no weight, gradient or state ever lay otherwise."""
+        """Stop converting. Weights, gradients and states never changed their layout, so nothing needs undoing."""
         super().off()
         self.over()
 
@@ -94,12 +101,12 @@ class ChannelsLast(Technique):
 
         from hasten.techniques.compute.images_last import LAYOUT
 
-        if self.active and not self._gone:
+        if self.active and not self._why_given_up:
             weights = [layer.weight for layer in convolutions(model) if type(layer.weight) is Parameter]
             LAYOUT.add(weights, self._let_go)
 
     def forward(self, call: Call) -> Call:
-        """Give the script what a model gives as it lies without."""
+        """Return a model's outputs to the script with the layout that they have without the technique."""
         from hasten.techniques.compute.images_last import outputs_as_plain
 
         def laid_out(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,17 +117,17 @@ class ChannelsLast(Technique):
         return laid_out
 
     def over(self) -> None:
-        """Leave the model as any other."""
+        """Stop laying out the model's convolutions."""
         from hasten.techniques.compute.images_last import LAYOUT
 
         LAYOUT.clear()
 
     def _let_go(self, why: str) -> None:
-        """Leave everything alone from here on, and say so once."""
+        """Give up for the rest of the process, and tell the user once."""
         from hasten.techniques.compute.images_last import LAYOUT
 
-        if not self._gone:
-            self._gone = why
+        if not self._why_given_up:
+            self._why_given_up = why
             self.refused(why)
         if self.active:
             LAYOUT.clear()
@@ -128,12 +135,12 @@ class ChannelsLast(Technique):
 
 
 def has_2d_convolution(model: Any) -> bool:
-    """Whether a module holds a 2-D convolution."""
+    """Return whether a module contains a 2-D convolution."""
     return next(convolutions(model), None) is not None
 
 
 def convolutions(model: Any) -> Iterator[Any]:
-    """The 2-D convolutions in a module."""
+    """Yield the 2-D convolutions in a module, transposed ones included."""
     import torch
 
     kinds = torch.nn.Conv2d | torch.nn.ConvTranspose2d

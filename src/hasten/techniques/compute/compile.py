@@ -1,4 +1,10 @@
-"""Models compiled by torch.compile."""
+"""Compile a script's models with torch.compile, and stay out of the way where compiled code would behave differently.
+
+`Compile.model` compiles a module in place and puts a `CompiledCall` around the result, which decides call by call. What
+compiled graphs cannot do is looked for in source (`create_graph=True`) and noticed by wrapped functions of torch
+(hooks, double backward); from then on every model runs uncompiled. A few of torch's compiler settings are changed once
+something is compiled, since their defaults would change results; all are restored by `restore`.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +42,24 @@ _TABLE = '{mode = "default", activation_budget = 0.5}'
 
 
 class Compile(Technique):
-    """Compile outermost modules in place, so names in the state dict and the module's identity stay.
+    """Compile outermost modules in place: the modules stay the same objects, with the same names in the state dict.
 
-    A setting is a mode of torch.compile, or a table with a mode and an `activation_budget` between 0 and 1: what of the
-    activations that a compiled forward keeps its backward may find there; the rest it computes again, the cheapest
-    first, as torch's partitioner chooses. Less memory and more time: `hasten tune --memory SIZE` tries it last. Random
-    numbers are drawn once, and kept. Compilation takes from seconds to minutes at the first step; tune
-    reports it apart and weighs it against the length of the full run. A model that cannot be compiled runs on
-    uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer it compiles the modules that
-    the step calls (the module itself where it says `self(x)`), not the step around them. Random numbers are those that
-    the model draws uncompiled: dropout has the same masks.
+    A setting is a mode of torch.compile, or a table with a mode and an `activation_budget` between 0 and 1: the share
+    of a compiled forward's activations that are saved for its backward. The backward recomputes the rest, the cheapest
+    first, as torch's partitioner chooses. This takes less memory and more time: `hasten tune --memory SIZE` tries it
+    last. Random numbers are drawn once, and saved. Compilation takes from seconds to minutes at the first step; tune
+    reports it separately and weighs it against the length of the full run. A model that cannot be compiled runs
+    uncompiled under `hasten run`; in a trial it counts as a failure. Under the Trainer, the modules that the step calls
+    are compiled (the module itself if it calls `self(x)`), not the step around them. Random numbers are the same as
+    uncompiled: dropout has the same masks.
 
-    Models are called as they are in their first forward with a graph, under tracers, transforms of torch.func and
-    dispatch modes, and for good where compiled code would give something else: models whose outputs depend on different
-    parameters (what a step leaves out would get gradients of zero in place of none), or that may draw from a
-    `random.Random` of their own, keep a `deque` of bounded length, catch errors in their forward (compiled code raises
-    them elsewhere), ask whether they are compiled, or use torch's reentrant checkpoint. So are all models where the
-    script's code says `create_graph=True`, and once a hook on all modules is set, the gradient of a tensor within a
-    graph is asked for (`retain_grad`, a hook), or a function of `torch.autograd.functional` is called.
+    A model runs uncompiled in its first forward with a graph, and under tracers, transforms of torch.func and dispatch
+    modes. It runs uncompiled for good where compiled code would give other results: if its outputs depend on different
+    parameters (those of an unused output would get gradients of zero instead of none), or if it may draw from its own
+    `random.Random`, holds a `deque` of bounded length, catches errors in its forward (compiled code raises them
+    elsewhere), asks whether it is compiled, or uses torch's reentrant checkpoint. All models run uncompiled if the
+    script's code says `create_graph=True`, and as soon as a hook on all modules is set, the gradient of a tensor within
+    a graph is requested (`retain_grad`, a hook), or a function of `torch.autograd.functional` is called.
     """
 
     name = "compile"
@@ -71,16 +77,16 @@ class Compile(Technique):
         budget = float(table.get("activation_budget", 1))
         self._budget = ActivationBudget(budget, self.refused) if budget < 1 else None
         self._switches = Switches()
-        self._gone = False
+        self._given_up = False
         self._gradients: list[Replaced] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be compiled by `on`
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Compiled, and not called now. It holds its model: one that is dropped meanwhile stays.
+        # Model -> its compiled call, while `off` has taken it out. The call refers to its model, so the model lives on.
         self._aside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """A mode, or a table with `activation_budget`."""
+        """Return what is wrong with a setting, which must be a mode or a table with `activation_budget`."""
         if not isinstance(setting, dict):
             wrong = super().check(setting)
             return f"{wrong}, or a table such as {_TABLE}" if wrong else ""
@@ -95,20 +101,20 @@ class Compile(Technique):
 
     @classmethod
     def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
-        """Two that decide what a backward keeps."""
+        """Refuse an activation budget beside `activation_checkpointing`."""
         if isinstance(setting, dict) and plan.get("activation_checkpointing", False) is not False:
             return "its activation_budget and activation_checkpointing both decide what a backward keeps"
         return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """Modes that suit the device."""
+        """Propose the modes that suit the device, if the script's models can be compiled and gain from it."""
         models = [model for model in evidence.models if model.train_calls or model.backward_through_eval]
         if any(model.compiled for model in evidence.models):
             return Refusal("the script compiles its model already")
         if not models:
             return Refusal("no module's forward was seen in training")
-        # A module that is a layer itself is its own only layer.
+        # For a script that calls a bare layer (`nn.Linear`), `layers` holds that layer alone, under the model's name.
         if not any(sum(model.layers.values()) > 1 or model.name not in model.layers for model in models):
             return Refusal("the outermost modules are single layers: nothing to fuse")
         if evidence.flags.double_backward:
@@ -122,19 +128,19 @@ class Compile(Technique):
         return Choices(modes, "pointwise operations run one kernel each")
 
     def environment(self, env: dict[str, str]) -> None:
-        """Keep compiled kernels where the next run finds them, those of tune's trials included."""
+        """Keep compiled kernels in a folder that later runs, and tune's trials, share."""
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())
 
     def process(self) -> None:
-        """Under `run`, a model that cannot be compiled goes on as it is; a trial must see the failure."""
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer starts no process of its own
+        """Configure the compiler. Under `run`, a failed compilation falls back to eager; in a trial it must raise."""
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernel_cache())  # the Trainer never calls `environment`
         if self._budget is not None:
             self._budget.put_in_place(self._set)
         self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
         self._look_for_create_graph()
 
     def restore(self) -> None:
-        """Leave compiling as configured, and torch's own ways to differentiate, to what comes later."""
+        """Restore the compiler's settings and torch's own functions."""
         self._switches.put_back()
         if self._budget is not None:
             self._budget.put_back()
@@ -142,15 +148,15 @@ class Compile(Technique):
             self._gradients.pop().put_back()
 
     def _leave(self, why: str) -> None:
-        """Call models as they are from here on, and say so."""
-        if not self._gone:
-            self._gone = True
+        """Run all models uncompiled from here on, and tell the user."""
+        if not self._given_up:
+            self._given_up = True
             self.let_go(f"{why}, which compiled graphs cannot do")
             self.off()
 
     def on(self) -> None:
-        """Compile the models that are known by now; what was compiled once is called again."""
-        if self._gone:
+        """Compile the models known so far, and put back compiled calls that `off` took out."""
+        if self._given_up:
             raise HastenError("gradients are differentiated again (create_graph), which compiled graphs cannot do")
         super().on()
         self.process()
@@ -165,7 +171,7 @@ class Compile(Technique):
         self._models.clear()
 
     def off(self) -> None:
-        """Call models as they are."""
+        """Run models uncompiled, and keep their compiled calls for `on`."""
         super().off()
         for model in list(self._compiled):
             if (compiled := vars(model).pop("_compiled_call_impl", None)) is not None:
@@ -181,18 +187,19 @@ class Compile(Technique):
         self._switches.set(lambda: getattr(config, name), lambda value: setattr(config, name, value), value)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Compile a module that has more than one layer."""
+        """Compile a module that has more than one layer, now or when the technique is switched on."""
         if self.active:
             self._compile(model)
         else:
             self._models.add(model)
 
     def _compile(self, model: Any) -> None:
+        """Compile one module, unless the script has compiled it or compiled code would behave differently."""
         import torch
 
-        if not self._gone and (place := differentiates_again(type(model).__module__)):
+        if not self._given_up and (place := differentiates_again(type(model).__module__)):
             self._leave(f"gradients are differentiated again (create_graph, {place})")
-        if self._gone or not any(True for _ in model.children()) or model._compiled_call_impl is not None:
+        if self._given_up or not any(True for _ in model.children()) or model._compiled_call_impl is not None:
             return
         if isinstance(model, torch.jit.ScriptModule) or type(model).__name__ == "OptimizedModule":
             return
@@ -205,12 +212,13 @@ class Compile(Technique):
             return
         import torch._inductor
 
-        # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
+        # fallback_random: draw from torch's own generator, as uncompiled code does. Inductor's own random numbers would
+        # give dropout other masks.
         self._look_at_all()
         mode = {} if self._mode == "default" else torch._inductor.list_mode_options(self._mode)
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True, "cpp.threads": _threads()}}
         if type(model).forward.__module__.startswith("torch."):
-            # torch.compile passes over torch's own files: of nn.Sequential, `model.compile()` compiles nothing.
+            # torch.compile skips torch's own files, so `nn.Sequential.compile()` would compile nothing.
             from torch._dynamo.external_utils import wrap_inline
 
             model._compiled_call_impl = torch.compile(wrap_inline(model._call_impl), **options)
@@ -218,14 +226,14 @@ class Compile(Technique):
             model.compile(**options)
         from hasten.techniques.compute.compiled_call import CompiledCall
 
-        held = weakref.ref(model)
-        standing = CompiledCall(model, model._compiled_call_impl, lambda why: self._leave_alone(held(), why))
-        model._compiled_call_impl = standing
+        model_ref = weakref.ref(model)
+        call = CompiledCall(model, model._compiled_call_impl, lambda why: self._leave_alone(model_ref(), why))
+        model._compiled_call_impl = call
         self._compiled.add(model)
         self.did("model")
 
     def _leave_alone(self, model: Any, why: str) -> None:
-        """Call one model as it is from here on."""
+        """Run one model uncompiled from here on."""
         self._compiled.discard(model)
         if vars(model).pop("_compiled_call_impl", None) is not None:
             self.acted["model"] -= 1
@@ -234,17 +242,17 @@ class Compile(Technique):
         self.refused(why)
 
     def _look_for_create_graph(self) -> None:
-        """Notice what compiled code cannot do: from then on nothing is compiled. In a first step nothing is yet.
+        """Watch for requests that compiled code cannot serve. The first gives up compiling, for all models.
 
-        Gradients that a library differentiates again: a later step that does fails. `torch.autograd.functional` does
-        (Hessians, Jacobian-vector products), and calls the model before. Gradients at tensors inside a model
-        (`retain_grad`, a hook): compiled code makes none there, or parts of them. And hooks on all modules, of which
-        compiled code that is there already runs none.
+        The first step runs uncompiled, so a request in it is noticed in time. Watched are double backward
+        (`create_graph`, in libraries too), which would fail later; `torch.autograd.functional` (Hessians), which does
+        the same after it called the model; gradients inside a model (`retain_grad`, a hook), of which compiled code
+        makes none, or parts; and hooks on all modules, which code that is compiled already does not run.
         """
         import torch
         from torch._guards import TracingContext
 
-        # `place`: where create_graph stands among the arguments; `Tensor.backward` hands it on without its name.
+        # `place`: position of create_graph among the arguments, since `Tensor.backward` passes it by position.
         def noticing(place: int, plain: Any) -> Any:
             def differentiate(*args: Any, **kwargs: Any) -> Any:
                 if kwargs.get("create_graph") or (len(args) > place and args[place]):
@@ -262,7 +270,8 @@ class Compile(Technique):
                 isinstance(tensor, torch.Tensor)
                 and tensor.grad_fn is not None
                 and not torch.compiler.is_compiling()
-                and TracingContext.try_get() is None  # torch 2.9's compiler asks so itself, and is_compiling() is False
+                # torch 2.9's compiler requests such gradients itself while it traces, with is_compiling() False.
+                and TracingContext.try_get() is None
             ):
                 self._leave(f"the gradient of a tensor within a graph is asked for ({how})")
 
@@ -287,7 +296,7 @@ class Compile(Technique):
             everywhere = torch.nn.modules.module
             self._gradients = [Replaced(torch.autograd, "grad", functools.partial(noticing, 4))]
             self._gradients.append(Replaced(torch.autograd, "backward", functools.partial(noticing, 3)))
-            # Each function there begins by it, before it calls the model.
+            # Each function of torch.autograd.functional calls this before it calls the model.
             self._gradients.append(Replaced(torch.autograd.functional, "_grad_preprocess", self._preparing))
             self._gradients += [Replaced(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")]
             self._gradients += [Replaced(everywhere, name, hooked) for name in _ON_ALL_MODULES]
@@ -302,14 +311,14 @@ class Compile(Technique):
         return prepare
 
     def _look_at_all(self) -> None:
-        """Have compiled code notice what it takes for granted by default.
+        """Change the compiler's settings whose defaults would change results. Called once something is compiled.
 
-        Hooks set on layers after it was compiled (they would never run), NumPy's random numbers (torch's would
-        stand in for them), an `assert` about a tensor (it would raise another error), and a graph that is
-        differentiated again (`retain_graph=True`): its backward would have overwritten what the forward has saved. Two
-        draws that look alike (`torch.randn_like(x)` twice) it takes for one, since torch's list of operators that draw
-        lacks some (2.13); they get a list of all (without its search for what is computed twice, a GPT's step took 15 %
-        longer). Only once something is compiled: a script's own torch.compile alone stays as it is.
+        By default, hooks set on a layer after its compilation never run, torch's random numbers replace NumPy's, a
+        failing `assert` about a tensor raises another error, and the backward overwrites the activations that the
+        forward saved, though a graph may be differentiated again (`retain_graph=True`). Also, two draws that look alike
+        (two times `torch.randn_like(x)`) are merged into one, because torch's list of random operators lacks some
+        (2.13): it is replaced by `Draws`, which has all. (To switch off the search for common subexpressions instead
+        made a GPT's step 15 % slower.) A script that only uses torch.compile itself keeps the defaults.
         """
         import torch._functorch.compile_utils
         import torch._functorch.config
@@ -325,10 +334,10 @@ class Compile(Technique):
 
 
 def differentiates_again(home: str) -> str:
-    """Return where the script's own code, or the module of this name, asks for `create_graph`; "" if nowhere.
+    """Return where the script's own code, or the module named `home`, requests `create_graph`; "" if nowhere.
 
-    torch refuses the second backward of what it has compiled, when the forward is long over: so it is looked for in
-    source, before. What libraries are installed is not read.
+    torch refuses a double backward of compiled code only when it happens, long after the forward; so it is looked for
+    in source, before anything is compiled. Installed libraries are not read.
     """
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
@@ -343,7 +352,7 @@ def differentiates_again(home: str) -> str:
 
 def _line_of_create_graph(file: Path) -> int:
     """Return the first line of a source file that gives `create_graph` another value than False, or 0."""
-    with contextlib.suppress(OSError, SyntaxError, ValueError):  # what is no Python is not called either
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # code that does not parse cannot be called either
         text = file.read_text(encoding="utf-8", errors="replace")
         for node in ast.walk(ast.parse(text)) if "create_graph" in text else ():
             if isinstance(node, ast.keyword) and node.arg == "create_graph":
@@ -353,10 +362,10 @@ def _line_of_create_graph(file: Path) -> int:
 
 
 def _threads() -> int:
-    """Return for how many threads a CPU's kernels are made, which is part of their source.
+    """Return the number of threads that CPU kernels are compiled for; it is part of their source.
 
-    `hasten check` computes on one thread, but takes the kernels that the training has: making others takes longer than
-    the whole check.
+    `hasten check` computes on one thread but reuses the training's kernels, because compiling others would take longer
+    than the whole check.
     """
     import torch
 
@@ -364,9 +373,9 @@ def _threads() -> int:
 
 
 def _renew_pool() -> None:
-    """Let a fork compile: torch's pool of threads, which a fork does not have, would be waited for without end.
+    """Drop torch's cached thread pool in a forked child: its threads do not exist there, so compiling would hang.
 
-    torch itself renews its pool of processes in a fork, and not that of threads.
+    torch itself renews its pool of processes in a fork, but not its pool of threads.
     """
     if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
         pool = module.AsyncCompile.pool
@@ -378,13 +387,13 @@ os.register_at_fork(after_in_child=_renew_pool)
 
 
 def kernel_cache() -> str:
-    """The folder in which hasten keeps compiled kernels between runs."""
+    """Return the folder in which hasten keeps compiled kernels between runs."""
     import tempfile
 
     return f"{tempfile.gettempdir()}/torchinductor_hasten_{os.getuid()}"
 
 
 def compiler() -> str:
-    """The C++ compiler that torch.compile would find, or ""."""
+    """Return the path of the C++ compiler that torch.compile would find; "" if there is none."""
     names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
     return next((path for name in names if name and (path := shutil.which(name))), "")

@@ -1,4 +1,9 @@
-"""The call of a module under `compile`: compiled code, or the module's own way where that may differ."""
+"""The call of a module under `compile`: decide, call by call, between compiled code and the plain forward.
+
+Compiled code may differ from plain code in three ways: it hides single operations (tracers, dispatch modes), it does
+not know some inputs (tensor subclasses), and its gradients of unused parameters are zero instead of None. The first two
+are tested at each call. For the third, some forwards run plain, and the autograd graphs of their outputs are compared.
+"""
 
 from __future__ import annotations
 
@@ -26,74 +31,79 @@ Graph = Any  # a node of autograd's graph
 
 
 class CompiledCall:
-    """Called in place of a module; compiles from its second forward with a graph on.
+    """Stand-in for a module's `_call_impl`; uses compiled code from the second forward with a graph on.
 
-    The first goes the module's own way, and its graph is looked at: compiled code gives gradients of zero where plain
-    code gives none (`grad` stays None, and the optimizer leaves the parameter alone), so that a parameter must not
-    hang on whether the script uses an output. It is looked at again where the kind of the outputs changes, and behind
-    each graph that was compiled since: a branch taken for the first time may give outputs of other parameters.
+    The first forward runs plain, and its autograd graph is inspected. Compiled code gives gradients of zero where plain
+    code gives none (`grad` stays None, and the optimizer leaves the parameter alone), so all outputs must depend on the
+    same parameters: else the gradients would depend on whether the script uses an output. The graph is inspected again
+    when the type of the outputs changes, and after each new compilation: a branch taken for the first time may return
+    outputs of other parameters.
 
     Args:
-        model: The module whose call it stands in.
-        compiled: What calls it compiled.
-        refuse: Told why the module is left alone from now on; it then puts this object away.
+        model: The module whose calls it takes.
+        compiled: Calls the module's compiled code.
+        refuse: Called with the reason when the module must run plain for good; it then removes this object.
 
     Attributes:
-        compiled: See above; None once it is left alone.
+        compiled: See above; None once the module runs plain for good.
     """
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any] | None, refuse: Callable[[str], None]) -> None:
         self._model = model
         self.compiled = compiled
         self._refuse = refuse
-        self._looked: set[type] = set()  # kinds of outputs whose graph was looked at
-        self._due = True  # whether the next forward with a graph is one to look at
-        # Without a graph torch packs padded sequences, and gives zeros for padding; compiled code does not.
+        self._inspected: set[type] = set()  # types of outputs whose graphs were inspected
+        self._due = True  # whether the next forward with a graph is to be inspected
+        # Without a graph, nn.TransformerEncoder's fast path packs padded sequences and returns zeros for padding;
+        # compiled code does not.
         self._keeps_padding = any(isinstance(part, nn.TransformerEncoder) for part in model.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         model = self._model
-        if is_compiling() or self.compiled is None:  # inside of another compiled module, whose code this becomes
+        if is_compiling() or self.compiled is None:  # is_compiling: traced as a part of another compiled module
             return model._call_impl(*args, **kwargs)
         caller = sys._getframe(1).f_locals.get("self")
         if caller is not model and isinstance(caller, nn.Module):
             # A copy of the module's `__dict__` (learn2learn's `clone_module`) has taken this object along.
             return caller._call_impl(*args, **kwargs)
-        if _seen_otherwise() or any(map(_is_of_another_class, args)) or any(map(_is_of_another_class, kwargs.values())):
+        if _is_observed() or any(map(_is_unsupported, args)) or any(map(_is_unsupported, kwargs.values())):
             return model._call_impl(*args, **kwargs)
         if self._due and any(parameter.requires_grad for parameter in model.parameters()):
-            return self._looked_at(model, args, kwargs)
+            return self._inspect(model, args, kwargs)
         if self._keeps_padding and not model.training and not torch.is_grad_enabled():
             return model._call_impl(*args, **kwargs)
         graphs = counters["stats"]["unique_graphs"]
         outputs = self.compiled(*args, **kwargs)
-        is_new = type(outputs) not in self._looked or counters["stats"]["unique_graphs"] != graphs
+        # Dynamo's counter grows when this call compiled another graph, such as for another branch or shape.
+        is_new = type(outputs) not in self._inspected or counters["stats"]["unique_graphs"] != graphs
         if is_new and torch.is_grad_enabled():
             self._due = True
         return outputs
 
-    def _looked_at(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        with _reentrant_checkpoints() as seen:
+    def _inspect(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a forward plain, and refuse the module if compiled code would give other gradients."""
+        with _reentrant_checkpoints() as reentrant:
             outputs = model._call_impl(*args, **kwargs)
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):
-            self._looked.add(type(outputs))
+            self._inspected.add(type(outputs))
             self._due = False
-            if why := _REENTRANT if seen else why_not(model, outputs):
+            if why := _REENTRANT if reentrant else why_not(model, outputs):
                 self.compiled = None
                 self._refuse(why)
         return outputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing in a copy or a pickle of the module's attributes."""
+        """Become None in a copy or a pickle of the module's attributes."""
         return type(None), ()
 
 
-def _seen_otherwise() -> bool:
-    """Whether something looks at a forward's operations one by one, of which compiled code shows it none, or others.
+def _is_observed() -> bool:
+    """Return whether something observes single operations, of which compiled code shows it none, or others.
 
-    A tracer (`torch.jit.trace`, TensorBoard's `add_graph`), transforms of torch.func, forward-mode gradients, dispatch
-    modes (`FlopCounterMode`). And parametrizations that are kept for a while, which compiled code computes again.
+    That is a tracer (`torch.jit.trace`, TensorBoard's `add_graph`), a transform of torch.func, forward-mode
+    differentiation or a dispatch mode (`FlopCounterMode`). True also while parametrizations are cached
+    (`parametrize.cached`), since compiled code would compute them again.
     """
     return (
         _tracing() is not None
@@ -104,8 +114,8 @@ def _seen_otherwise() -> bool:
     )
 
 
-def _is_of_another_class(value: Any) -> bool:
-    """Whether it is a tensor of a subclass that compiled code does not take (torchvision's `tv_tensors.Image`)."""
+def _is_unsupported(value: Any) -> bool:
+    """Return whether a value is a tensor subclass unknown to compiled code (torchvision's `tv_tensors.Image`)."""
     return (
         isinstance(value, Tensor)
         and type(value) not in (Tensor, nn.Parameter)
@@ -121,38 +131,47 @@ _REENTRANT = (
 
 @contextlib.contextmanager
 def _reentrant_checkpoints() -> Iterator[list[bool]]:
-    """Note within it whether a forward uses torch's reentrant checkpoint, which need not show in its graph."""
-    seen: list[bool] = []
+    """Record whether a forward uses torch's reentrant checkpoint; its graph need not show that.
+
+    Yields:
+        A list that is not empty once a reentrant checkpoint was used.
+    """
+    uses: list[bool] = []
     plain: Any = CheckpointFunction.apply
-    own = vars(CheckpointFunction).get("apply")
+    own = vars(CheckpointFunction).get("apply")  # not None if somebody else has replaced it on this class
 
     def noting(*args: Any, **kwargs: Any) -> Any:
-        seen.append(True)
+        uses.append(True)
         return plain(*args, **kwargs)
 
     CheckpointFunction.apply = noting  # type: ignore[method-assign]
     try:
-        yield seen
+        yield uses
     finally:
-        del CheckpointFunction.apply  # what torch's autograd.Function has is found again
+        del CheckpointFunction.apply  # the lookup finds the inherited autograd.Function.apply again
         if own is not None:
             CheckpointFunction.apply = own  # type: ignore[method-assign]
 
 
 def why_not(model: nn.Module, outputs: Any) -> str:
-    """Return why a model is not to be compiled, by what a forward of it with a graph has given; "" if it may be."""
+    """Return why a model must not be compiled, judged by the outputs of a plain forward with a graph; "" if it may be.
+
+    It must not if some output does not depend on every parameter that the outputs, and tensors kept in the model's
+    attributes, depend on together; unless one of the outputs is a loss.
+    """
     returned = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     kept = [tensor for tensor in _kept_by(model) if tensor.grad_fn is not None]
     reached = [_parameters_behind(tensor.grad_fn) for tensor in (*returned, *kept)]
     if not reached:
         return ""
-    every = frozenset[int]().union(*reached)
-    of_returned = reached[: len(returned)]
-    # A loss in the output is what is differentiated (Hugging Face's models return their logits and caches beside it).
+    all_reached = frozenset[int]().union(*reached)
+    by_returned = reached[: len(returned)]
+    # A scalar output that reaches everything is a loss, which the script differentiates (Hugging Face's models return
+    # their logits and caches beside it).
     has_loss = any(
-        tensor.numel() == 1 and behind == every for tensor, behind in zip(returned, of_returned, strict=True)
+        tensor.numel() == 1 and leaves == all_reached for tensor, leaves in zip(returned, by_returned, strict=True)
     )
-    if has_loss or all(behind == every for behind in of_returned):
+    if has_loss or all(leaves == all_reached for leaves in by_returned):
         return ""
     return (
         "its outputs depend on different parameters: where a step leaves an output out, compiled code gives its "
@@ -161,7 +180,7 @@ def why_not(model: nn.Module, outputs: Any) -> str:
 
 
 def _kept_by(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that a model keeps in attributes of its own."""
+    """Yield the tensors in attributes of a model's modules, other than parameters and buffers."""
     for part in model.modules():
         for name, value in vars(part).items():
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -169,7 +188,7 @@ def _kept_by(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _parameters_behind(graph: Graph) -> frozenset[int]:
-    """Return the ids of the leaves that a gradient at this node reaches."""
+    """Return the ids of the leaf tensors that a gradient at this graph node reaches."""
     leaves, seen, queue = set(), {graph}, [graph]
     while queue:
         node = queue.pop()

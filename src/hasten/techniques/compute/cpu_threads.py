@@ -1,4 +1,4 @@
-"""How many threads the CPU kernels use."""
+"""The number of threads that CPU kernels use."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 class CpuThreads(ProcessWide):
     """Set the number of intra-op threads (OMP_NUM_THREADS and torch's own).
 
-    Small steps lose more in waking threads than they gain; workers want cores of their own. Sums are split
-    otherwise, hence `rounding`. Under the Trainer, whose process runs already, torch's own number alone is set; where a
-    script calls `torch.set_num_threads` itself, it is set once more before the model's first forward.
+    Small steps lose more time waking threads than they gain, and loader workers need cores too. Kernels split sums
+    differently with another number of threads, hence `rounding`. Under the Trainer, whose process runs already, only
+    torch's own number is set. If a script calls `torch.set_num_threads` itself, the number is set once more before the
+    model's first forward.
     """
 
     name = "cpu_threads"
@@ -31,14 +32,14 @@ class CpuThreads(ProcessWide):
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """More threads than cores wait for each other."""
+        """Refuse more threads than cores: they would wait for each other."""
         if isinstance(setting, int) and setting > machine.cores:
             return f"{setting} threads on {machine.cores} cores would wait for each other"
         return ""
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """Other numbers than the present one, up to the cores there are."""
+        """Propose all cores, half of them, and one, without the present number."""
         cores, now = evidence.machine.cores, evidence.flags.threads
         if evidence.models and all(model.device == "cuda" for model in evidence.models):
             return Refusal("the training computes on the GPU")
@@ -48,12 +49,12 @@ class CpuThreads(ProcessWide):
         return Choices(tuple(counts), f"{now} threads on {cores} cores")
 
     def environment(self, env: dict[str, str]) -> None:
-        """Before OpenMP starts."""
+        """Set the variables that OpenMP and MKL read once, when they start."""
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(self.setting)
         self.did("process")
 
     def process(self) -> None:
-        """In a process that began with another number, as the Trainer's does: set torch's own."""
+        """Set torch's number in a process that started with another one, as the Trainer's did."""
         import torch
 
         if torch.get_num_threads() != self.setting:
@@ -61,9 +62,10 @@ class CpuThreads(ProcessWide):
         self.did("process")
 
     def model(self, model: Module, args: tuple[Any, ...]) -> None:
-        """Set it again where the script has called `torch.set_num_threads` by its first forward."""
+        """Set the number again if the script called `torch.set_num_threads` before its first forward."""
         from torch.utils.data import get_worker_info
 
-        # A loader's worker that computes keeps its one thread, and so does a check, which says so by this variable.
+        # A model that runs in a loader's worker keeps the worker's single thread. So does `hasten check`, which
+        # computes on one thread and sets this variable.
         if self.active and get_worker_info() is None and KERNEL_THREADS not in os.environ:
             self.process()

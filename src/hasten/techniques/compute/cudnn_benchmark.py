@@ -1,4 +1,4 @@
-"""cuDNN asked to measure its convolution kernels once and keep the fastest."""
+"""cuDNN's autotuner: convolution kernels chosen by measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from hasten.techniques.switches import ProcessWide
 
 
 class CudnnBenchmark(CudaOnly, ProcessWide):
-    """`torch.backends.cudnn.benchmark = True`: pays where input sizes stay the same."""
+    """Let cuDNN time its convolution kernels and keep the fastest (`torch.backends.cudnn.benchmark = True`).
+
+    It measures once per input size, so it pays where input sizes stay the same.
+    """
 
     name = "cudnn_benchmark"
     effect = Effect.ROUNDING
@@ -17,7 +20,7 @@ class CudnnBenchmark(CudaOnly, ProcessWide):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On for convolutions whose sizes stay the same."""
+        """Propose it for models with convolutions on a GPU, unless the script wants deterministic algorithms."""
         if refusal := cls.refuse_without_gpu(evidence):
             return refusal
         if evidence.flags.cudnn_benchmark:
@@ -29,7 +32,7 @@ class CudnnBenchmark(CudaOnly, ProcessWide):
         return Choices((True,), "cuDNN picks its kernels by rule of thumb")
 
     def process(self) -> None:
-        """Switch it on."""
+        """Switch the autotuner on."""
         import torch
 
         cudnn = torch.backends.cudnn

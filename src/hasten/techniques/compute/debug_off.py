@@ -1,4 +1,9 @@
-"""Debug tools that were left on, switched off."""
+"""Keep anomaly detection that a script left on out of its forwards, without losing the NaN check of its backwards.
+
+Anomaly detection does two things: each forward operator records a traceback, and each node of a backward is checked for
+NaN. Wrappers around torch's switch keep it off in forwards and turn it on for the duration of a backward, so the check
+and its error stay. The script always reads back the setting that it made.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,13 @@ from hasten.techniques.replaced import Replaced
 
 
 class DebugOff(Technique):
-    """Anomaly detection writes down no tracebacks in the forward; a backward still looks for NaN.
+    """Stop anomaly detection from recording tracebacks in the forward; the backward still checks for NaN.
 
-    A backward that makes NaN raises the same error at the same operator, for scripts that skip such batches; the
-    forward line that goes with it is not known (take debug_off out of the plan to see it). That check is what
-    anomaly detection still costs (some us for each node of the graph); with `check_nan=False` nothing is left to
-    do. Profilers and gradient checks are left alone, since their result is asked for. The Trainer switches none of
-    them on by itself.
+    A backward that produces NaN raises the same error at the same operator, for scripts that skip such batches; only
+    the forward line that belongs to it is unknown (take debug_off out of the plan to see it). That check is all that
+    anomaly detection still costs (some us for each node of the graph); with `check_nan=False` no cost is left.
+    Profilers and gradient checks are left alone, since the script wants their result. The Trainer never switches any
+    of these tools on unasked.
     """
 
     name = "debug_off"
@@ -31,7 +36,7 @@ class DebugOff(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On where one was seen."""
+        """Propose it if anomaly detection was on."""
         if evidence.flags.anomaly:
             return Choices((True,), "left on: anomaly detection")
         if evidence.flags.profiler:
@@ -41,11 +46,11 @@ class DebugOff(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._wish: _Wish | None = None
-        self._switch: Any = None  # torch's own
+        self._switch: Any = None  # torch's own `set_anomaly_enabled`
         self._replaced: list[Replaced] = []
 
     def on(self) -> None:
-        """Switch anomaly detection off for the next forward, where the script has it on."""
+        """Switch anomaly detection off for the next forward, if the script has it on."""
         super().on()
         if self._wish is None:
             self.process()
@@ -55,13 +60,17 @@ class DebugOff(Technique):
         self._switch(False, self._wish.check_nan)
 
     def off(self) -> None:
-        """Set it as the script wants it."""
+        """Set anomaly detection as the script wants it."""
         super().off()
         if self._wish is not None:
             self._switch(self._wish.enabled, self._wish.check_nan)
 
     def process(self) -> None:
-        """Switch anomaly detection on in backwards only, where the script wants it on."""
+        """Switch anomaly detection on in backwards only, if the script wants it on.
+
+        Raises:
+            HastenError: This version of torch has no function around all backwards that could be wrapped.
+        """
         import torch
 
         if not hasattr(torch.autograd, "_engine_run_backward"):
@@ -71,7 +80,7 @@ class DebugOff(Technique):
 
         def telling(plain: Any) -> Any:
             def set_anomaly_enabled(enabled: bool, check_nan: bool = True) -> None:
-                # Also says what is wrong with the arguments.
+                # First, so that wrong arguments raise torch's own error before the wish is recorded.
                 switch(False if self.active else enabled, check_nan)
                 wish.enabled, wish.check_nan = enabled, check_nan
                 if enabled:
@@ -91,7 +100,9 @@ class DebugOff(Technique):
 
             return run_backward
 
-        # What a script asks, and what torch.autograd.detect_anomaly puts back at its end, is what was wished.
+        # The two getters return the script's wish, not the real state: `torch.autograd.detect_anomaly` reads them when
+        # it starts and restores what it read at its end. torch.autograd imports `_engine_run_backward` from
+        # torch.autograd.graph by name, so both names are replaced.
         self._replaced = [
             Replaced(torch, "set_anomaly_enabled", telling),
             Replaced(torch, "is_anomaly_enabled", lambda plain: lambda: wish.enabled),
@@ -103,7 +114,7 @@ class DebugOff(Technique):
             function.put_in_place()
 
     def restore(self) -> None:
-        """Put torch's own functions back, and anomaly detection as it was asked for."""
+        """Restore torch's own functions, and anomaly detection as the script set it."""
         if self._wish is None:
             return
         for function in self._replaced:
@@ -114,7 +125,7 @@ class DebugOff(Technique):
 
 @dataclass
 class _Wish:
-    """How the script has set anomaly detection."""
+    """Anomaly detection as the script has set it."""
 
     enabled: bool
     check_nan: bool

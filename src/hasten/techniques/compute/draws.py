@@ -1,4 +1,4 @@
-"""Which of torch's operators draw random numbers."""
+"""Tell which of torch's operators draw random numbers, by torch's own tag."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 
 class Draws:
-    """Operators that draw random numbers, by torch's own mark: asked by `in`, in place of a list of some of them.
+    """Container of all operators that draw random numbers, to replace an incomplete list of torch's (`rand_ops`).
+
+    An operator is in it if it is listed, or if torch has tagged one of its overloads as random.
 
     Args:
-        listed: The list.
+        listed: The list to replace.
     """
 
     def __init__(self, listed: Container[Any]) -> None:
@@ -18,7 +20,7 @@ class Draws:
         self._known: dict[Any, bool] = {}
 
     def __contains__(self, operator: Any) -> bool:
-        """Whether an operator, with all its overloads (`torch.ops.aten.randn_like`), draws."""
+        """Return whether any overload of an operator (`torch.ops.aten.randn_like`) draws random numbers."""
         if operator not in self._known:
             overloads = operator.overloads() if hasattr(operator, "overloads") else ()
             self._known[operator] = operator in self._listed or any(
@@ -28,7 +30,7 @@ class Draws:
 
 
 def draws(operator: Any) -> bool:
-    """Whether one overload of an operator (`torch.ops.aten.randn_like.default`) draws."""
+    """Return whether one overload of an operator (`torch.ops.aten.randn_like.default`) draws random numbers."""
     import torch
 
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())

@@ -13,19 +13,19 @@ from hasten.techniques.base import Choices, CudaOnly, Effect, Refusal, Resource
 
 
 class Fp8(CudaOnly):
-    """Multiply in linear layers in float8, by torchao; weights, gradients and optimizer stay in their own types.
+    """Multiply in linear layers in float8, with torchao; weights, gradients and optimizer keep their dtypes.
 
-    The setting is torchao's recipe: "tensorwise" (one scale a tensor, the fastest), "rowwise" (one a row) or
-    "rowwise_with_gw_hp" (weight gradients in the layer's own type, the most accurate); the two latter want inputs in
-    bf16 (`precision`). Needs torchao (`pip install 'hasten[fp8]'`) and a GPU of compute capability 8.9 or newer;
-    without these the Trainer and `hasten.setup` refuse it, and a script trains on without it, with the reason. It
-    takes layers of the class `nn.Linear` whose sizes are multiples of 16, but not the model's last one, as in torchao's
-    example.
-    They stay the same objects with the same parameters, so state dicts and checkpoints are as without. Three bits of
-    mantissa (two in gradients, "tensorwise") are much coarser than bf16: compare the losses of whole trainings.
+    The setting is torchao's recipe: "tensorwise" (one scale per tensor, the fastest), "rowwise" (one per row) or
+    "rowwise_with_gw_hp" (weight gradients in the layer's own dtype, the most accurate); the latter two want inputs in
+    bf16 (`precision`). It needs torchao (`pip install 'hasten[fp8]'`) and a GPU of compute capability 8.9 or newer.
+    Without these the Trainer and `hasten.setup` refuse it, and a script trains on without it, with the reason. It
+    converts layers of the exact class `nn.Linear` whose sizes are multiples of 16, except the model's last linear
+    layer, as in torchao's example. The layers stay the same objects with the same parameters, so state dicts and
+    checkpoints do not change. Three bits of mantissa (two in gradients, "tensorwise") are much coarser than bf16:
+    compare the losses of whole trainings.
 
-    torchao means it to be compiled (`compile`); eager it is slower than bf16. It has not been run on a GPU: layers and
-    gradients were compared on a CPU, where torchao emulates float8.
+    torchao expects the model to be compiled (`compile`); in eager mode float8 is slower than bf16. The technique has
+    not been run on a GPU: layers and gradients were compared on a CPU, where torchao emulates float8.
     """
 
     name = "fp8"
@@ -43,42 +43,43 @@ class Fp8(CudaOnly):
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
-        """Return the rounding error of e5m2, in which "tensorwise" has gradients, or of e4m3."""
+        """Return the rounding error of e5m2, the dtype of gradients under "tensorwise", or of e4m3."""
         return 2.0**-2 if setting == "tensorwise" else 2.0**-3
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself, as long as nobody has measured it."""
+        """Propose nothing, since it has not been measured on a GPU yet."""
         return cls.refuse_without_gpu(evidence) or Refusal(
             'not measured on a GPU yet: `fp8 = "tensorwise"` in a plan switches it on'
         )
 
     def prepare(self, model: Any) -> None:
-        """Have the model's linear layers compute in float8.
+        """Convert the model's linear layers to float8.
 
         Raises:
-            HastenError: The hardware, or torchao, is not there.
+            HastenError: The hardware or torchao is missing.
         """
         self._refuse_without_hardware(model)
         convert, config = self._torchao()
         for layer in linear_layers(model):
-            twin = convert(layer, config=config)  # of the same parameters
+            twin = convert(layer, config=config)  # a new Float8Linear that shares the layer's parameters
             more = {name: value for name, value in vars(twin).items() if name not in vars(layer)}
-            # The layer becomes what its twin is: hooks, references to it and layers that are there twice stay whole.
+            # Turn the layer itself into a Float8Linear rather than put its twin into the model: its hooks, references
+            # to it, and layers that the model uses in two places, stay intact.
             vars(layer).update(more)
             layer.__class__ = type(twin)
             self._taken[layer] = set(more)
             self.did("layer")
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Do so with a script's model, or leave it alone and say why."""
+        """Convert a script's model, or leave it alone and tell the user why."""
         try:
             self.prepare(model)
         except HastenError as error:
             self.let_go(error.message)
 
     def over(self) -> None:
-        """Make them plain layers again."""
+        """Turn the layers back into plain `nn.Linear`."""
         import torch
 
         for layer, more in list(self._taken.items()):
@@ -88,9 +89,10 @@ class Fp8(CudaOnly):
         self._taken.clear()
 
     def _refuse_without_hardware(self, model: Any) -> None:
+        """Raise `HastenError` if the model is not on a GPU that computes in float8."""
         import torch
 
-        gpu = next((one.device for one in model.parameters() if one.device.type == "cuda"), None)
+        gpu = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
         if self.emulate:
             return
         if gpu is None:
@@ -102,13 +104,13 @@ class Fp8(CudaOnly):
             )
 
     def _torchao(self) -> tuple[Any, Any]:
-        """Return torchao's conversion and its settings for the recipe."""
+        """Return torchao's conversion function and its config for the recipe."""
         try:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         except ImportError as error:
             raise HastenError(f"fp8 needs torchao: {error}", "pip install 'hasten[fp8]'") from None
         config = Float8LinearConfig.from_recipe_name(str(self.setting))
-        # Padded: rows of a batch need not be a multiple of 16, as in the last of an epoch.
+        # pad_inner_dim: the number of rows need not be a multiple of 16, as in an epoch's last batch.
         return convert_to_float8_training, dataclasses.replace(config, pad_inner_dim=True, emulate=self.emulate)
 
 
@@ -121,7 +123,7 @@ def linear_layers(model: Any) -> list[Any]:
         layer
         for layer in linear[:-1]
         if type(layer) is nn.Linear
-        and "forward" not in vars(layer)  # some technique's, or the script's own
+        and "forward" not in vars(layer)  # another technique's or the script's: it would hide the converted class's
         and type(layer.weight) is nn.Parameter
         and layer.weight.element_size() <= 4  # float8 products come out in float32 at most
         and layer.in_features % 16 == layer.out_features % 16 == 0

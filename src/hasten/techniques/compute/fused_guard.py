@@ -1,4 +1,8 @@
-"""Checks what a fused kernel is handed: it reads a parameter, its gradient and its states as flat memory."""
+"""Decide which parameters a fused kernel may update: it reads a parameter, its gradient and its states as flat memory.
+
+`Guard.fit` inspects everything once, and remembers addresses, strides and dtypes. Later updates only compare with
+those, by torch's C++ guards if it has them; a difference leads to a new inspection.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,21 @@ NO_BUFFER = "momentum that only begins"
 _NARROW = (torch.bfloat16, torch.float16)
 _NUMBERS = (torch.float32, torch.float64, *_NARROW)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_LOOK_AGAIN = 64  # updates after which parameters that were left to the ordinary path are looked at again
+_LOOK_AGAIN = 64  # number of updates after which parameters that were left to the ordinary update are inspected again
 
 _stride, _pointer, _numel = torch.Tensor.stride, torch.Tensor.data_ptr, torch.Tensor.numel
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Which parameters of an update a fused kernel may be handed.
+    """The parameters of an update that a fused kernel may take.
 
     Attributes:
         chosen: Their indices; None means all.
-        restride: Indices of gradients whose strides differ in dimensions of size 1 only: the same memory, but a
-            GPU's kernels ask for equal strides.
-        steps_elsewhere: Counters that the kernel cannot read: in another number type, or on the CPU beside a GPU.
+        restride: Indices of gradients whose strides differ from their parameter's in dimensions of size 1 only: the
+            same memory, but a GPU's kernels require equal strides.
+        steps_elsewhere: Whether the kernel cannot read the step counters: they have another dtype, or are on the CPU
+            while the parameters are on a GPU.
     """
 
     chosen: list[int] | None
@@ -33,19 +38,19 @@ class Fit:
 
 
 class Guard:
-    """Say, update by update, which parameters of one group a fused kernel may be handed.
+    """Decide, update by update, which parameters of one group a fused kernel may take.
 
-    The kernels walk over parameter, gradient and states in the order of their memory, and take it that all have the
-    same strides and no gaps. What does not (a gradient set by hand, a state of a checkpoint, a column of a larger
-    tensor) would be updated with the numbers of its neighbors, so it goes the ordinary way. A look at all of it is
-    expensive; in most updates everything lies where it lay in the one before, and only that is compared.
+    The kernels walk over parameter, gradient and states in memory order, and assume that all have the same strides and
+    no gaps. Tensors that have not (a gradient set by hand, a state from a checkpoint, a column of a larger tensor)
+    would be updated with their neighbors' numbers, so they get the ordinary update. A full inspection is expensive; in
+    most updates nothing has changed since the one before, and only that is verified.
 
     Args:
         devices: Types of the devices that have the kernel.
-        kernel: Its name.
+        kernel: Name of the kernel.
 
     Attributes:
-        reasons: Why parameters were left to the ordinary way.
+        reasons: Why parameters were left to the ordinary update. The caller reports and clears them.
     """
 
     __slots__ = (
@@ -57,17 +62,17 @@ class Guard:
         self._devices, self._kernel = devices, kernel
         self.reasons: set[str] = set()
         self._fit: Fit | None = None
-        self._looks_left = 0
-        self._alike: Any = None
+        self._looks_left = 0  # updates until parameters that are not fused are inspected again
+        self._alike: Any = None  # torch's C++ guards for the chosen tensors; None if it has none
 
     def fit(self, params: list[Any], grads: list[Any], states: list[list[Any]], steps: list[Any]) -> Fit:
-        """Return which parameters may be fused in this update.
+        """Return the parameters that may be fused in this update.
 
         Args:
             params: Parameters with a gradient.
             grads: Their gradients.
-            states: Lists of tensors as large as their parameters, one for each; or empty lists.
-            steps: The numbers of updates made, one for each parameter; or an empty list.
+            states: Lists of tensors of the parameters' sizes, one list per state; a list may be empty.
+            steps: Step counters, one per parameter; or an empty list.
         """
         fit = self._fit
         if fit is not None and self._as_before(fit.chosen, params, grads, states, steps):
@@ -81,6 +86,10 @@ class Guard:
     def _as_before(
         self, chosen: list[int] | None, params: list[Any], grads: list[Any], states: list[list[Any]], steps: list[Any]
     ) -> bool:
+        """Return whether addresses, strides, sizes and dtypes are those of the last inspection.
+
+        Gradients may be new memory each step, so their addresses are not compared.
+        """
         try:
             pointers = list(map(_pointer, params))
             for state in states:
@@ -100,14 +109,15 @@ class Guard:
                 and self._dtypes == [grad.dtype for grad in grads]
                 and _PLAIN.issuperset(map(type, grads))
             )
-        except (RuntimeError, TypeError):  # a sparse gradient has no strides, a state that is None no pointer
+        except (RuntimeError, TypeError):  # a sparse gradient has no strides, a state that is None no address
             return False
 
     def _look(self, params: list[Any], grads: list[Any], states: list[list[Any]], steps: list[Any]) -> Fit:
+        """Inspect everything, and remember it for `_as_before`."""
         columns = (params, *states, *((steps,) if steps else ()))
-        shared = _sharing([one for column in columns for one in column])
+        shared = _sharing([tensor for column in columns for tensor in column])
         chosen, restride = [], []
-        begins = False
+        begins = False  # whether SGD's momentum buffers are created by this update
         for at, param in enumerate(params):
             if any(id(column[at]) in shared for column in columns):
                 why = "parameters or states that share memory"
@@ -118,7 +128,7 @@ class Guard:
             else:
                 why = _why_not(param, grads[at], [state[at] for state in states], steps[at] if steps else None)
             begins = begins or why == NO_BUFFER
-            if why and why != NO_BUFFER:
+            if why and why != NO_BUFFER:  # a missing buffer is no reason to report: the next update has it
                 self.reasons.add(why)
             if not why:
                 chosen.append(at)
@@ -134,9 +144,10 @@ class Guard:
         return fit
 
     def _remember(self, columns: tuple[list[Any], ...], grads: list[Any], chosen: list[int]) -> bool:
+        """Store what `_as_before` compares with. Return False if a tensor has no address to compare."""
         try:
-            self._pointers = [_pointer(one) for column in columns for one in column]
-        except (RuntimeError, TypeError):  # of a kind that has no memory of its own: looked at each time
+            self._pointers = [_pointer(tensor) for column in columns for tensor in column]
+        except (RuntimeError, TypeError):  # a kind of tensor that has no memory of its own: inspected each time
             return False
         params, grads = [columns[0][at] for at in chosen], [grads[at] for at in chosen]
         self._alike = _guards_of([*params, *grads])
@@ -146,15 +157,15 @@ class Guard:
 
 
 def _guards_of(tensors: list[Any]) -> Any:
-    """torch's own comparison, in C++, of class, kind, dtype, device, sizes and strides with those of these tensors.
+    """Return torch's C++ check that other tensors have these tensors' class, kind, dtype, device, sizes and strides.
 
-    None where this torch has none: then it is done tensor by tensor here, which takes twice as long.
+    Return None if this version of torch has none. Then the comparison is made in Python, which takes twice as long.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes: Any = [list(one.size()) for one in tensors]
-        strides: Any = [list(one.stride()) for one in tensors]
+        sizes: Any = [list(tensor.size()) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards if guards.check(*tensors) else None
     except (ImportError, TypeError, AttributeError, RuntimeError):
@@ -162,6 +173,7 @@ def _guards_of(tensors: list[Any]) -> Any:
 
 
 def _why_not(param: Any, grad: Any, states: list[Any], step: Any) -> str:
+    """Return why a fused kernel may not update a parameter; "" if it may."""
     if any(state is None for state in states):
         return NO_BUFFER
     tensors = [param, grad, *states]
@@ -184,12 +196,12 @@ def _why_not(param: Any, grad: Any, states: list[Any], step: Any) -> str:
 
 
 def _steps(tensor: Any) -> list[int]:
-    """The strides that are ever used."""
+    """Return the strides of dimensions larger than 1: the others never move through memory."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def _dense(tensor: Any) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order, each with a place of its own."""
+    """Return whether the elements fill one piece of memory without gaps or overlap, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -202,10 +214,10 @@ def _dense(tensor: Any) -> bool:
 
 
 def _sharing(tensors: list[Any]) -> set[int]:
-    """Return the ids of tensors whose memory overlaps that of another, or that are there twice."""
-    spans = sorted((str(one.device), *_span(one), id(one)) for one in tensors if _has_memory(one))
+    """Return the ids of tensors whose memory overlaps another's, or that occur twice."""
+    spans = sorted((str(tensor.device), *_span(tensor), id(tensor)) for tensor in tensors if _has_memory(tensor))
     shared: set[int] = set()
-    furthest = ("", 0, 0, 0)
+    furthest = ("", 0, 0, 0)  # of the spans so far on this device, the one with the highest end
     for span in spans:
         if span[0] == furthest[0] and span[1] < furthest[2]:
             shared |= {span[3], furthest[3]}
@@ -219,7 +231,7 @@ def _has_memory(tensor: Any) -> bool:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """Where in memory a tensor begins and ends, gaps included."""
+    """Return the addresses at which a tensor begins and ends, gaps included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size()

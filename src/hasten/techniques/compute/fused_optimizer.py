@@ -1,4 +1,4 @@
-"""Optimizers that update all parameters in one kernel."""
+"""The technique `fused_optimizer`: which optimizers may use torch's fused kernels. `fused_update` does the work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 class FusedOptimizer(Technique):
     """Update the parameters of torch's own Adam, AdamW, SGD and Adagrad with the kernels of `fused=True`.
 
-    One kernel for all parameters in place of one per parameter and operation. The optimizer's options and state, and
-    so its checkpoints, stay as they are without. Fused kernels read a parameter, its gradient and its state as one
-    flat piece of memory, so each update is looked at first: what lies otherwise in memory than its parameter, is
-    sparse, has gaps or shares memory goes the ordinary way. So do parameters that SGD has in 16 bits on a CPU, most of
-    which torch's kernel leaves as they were (up to 2.13). Subclasses and optimizers by others are left alone.
+    One kernel updates all parameters, instead of one per parameter and operation. The optimizer's options and state,
+    and so its checkpoints, are the same as without. Fused kernels read a parameter, its gradient and its state as flat
+    memory, so each update is checked first: tensors whose strides differ from their parameter's, that are sparse, have
+    gaps or share memory get the ordinary update. So do 16-bit parameters of SGD on a CPU, since torch's kernel skips
+    most of them (up to 2.13). Subclasses, and optimizers that are not torch's, are left alone.
     """
 
     name = "fused_optimizer"
@@ -35,7 +35,7 @@ class FusedOptimizer(Technique):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On where an optimizer has a fused kernel that is not used."""
+        """Propose it if torch has a fused kernel for one of the optimizers and the script does not use it."""
         if not evidence.optimizers:
             return Refusal("no optimizer of torch.optim was seen")
         able = [optimizer for optimizer in evidence.optimizers if optimizer.fusable and not optimizer.fused]
@@ -47,7 +47,7 @@ class FusedOptimizer(Technique):
         return Refusal(f"{first.name}: {first.why_not_fusable}")
 
     def optimizer(self, optimizer: Any) -> None:
-        """Hand its updates to the fused kernel; nothing that a checkpoint holds changes."""
+        """Hand the optimizer's updates to the fused kernel. Nothing that a checkpoint contains changes."""
         name = type(optimizer).__name__
         if why := why_not_fusable(optimizer):
             self.refused(f"{name}: {why}")
@@ -58,20 +58,20 @@ class FusedOptimizer(Technique):
             self.did("optimizer")
 
     def on(self) -> None:
-        """Fuse the updates of the optimizers that are known by now."""
+        """Fuse the updates of all optimizers known so far."""
         super().on()
         for optimizer in list(self._optimizers):
             self._fuse(optimizer)
 
     def off(self) -> None:
-        """Leave updates as they are; the state that fused ones left is like any other."""
+        """Return to ordinary updates. They continue with the state that the fused updates left."""
         from hasten.techniques.compute.fused_update import leave_updates
 
         super().off()
         leave_updates(self._optimizers)
 
     def over(self) -> None:
-        """Hand the updates back to torch, whose functions the rest of the process finds as they were."""
+        """Hand the updates back to torch, restore its functions, and forget the optimizers."""
         from hasten.techniques.compute.fused_update import leave_updates
 
         leave_updates(self._optimizers)
@@ -85,7 +85,7 @@ class FusedOptimizer(Technique):
 
 
 def why_not_fusable(optimizer: Any) -> str:
-    """Why there is no fused kernel for an optimizer, or ""."""
+    """Return why an optimizer cannot use a fused kernel; "" if it can."""
     import torch
 
     kind = type(optimizer)

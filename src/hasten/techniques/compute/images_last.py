@@ -1,4 +1,11 @@
-"""Convolutions that compute channels last, while the script's tensors stay what they are without."""
+"""Run convolutions in channels last, while the script's tensors keep the layout that they have without it.
+
+`torch.nn.functional`'s convolutions are replaced by wrappers that convert the input, for a set of weights only. Their
+outputs, and what elementwise layers make of them, are then channels last too. Wherever that could show, wrappers around
+other functions of torch first convert the activation back, in place: before a view, since it would have other strides;
+before a draw, since the same random numbers would come to other elements. Invariant: a tensor that the script can
+inspect, or whose memory has a second name, is contiguous as in a plain run.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +26,17 @@ from hasten.techniques.replaced import Replaced, plain_of
 _LAST = torch.channels_last
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CONVOLUTIONS = ("conv2d", "conv_transpose2d")
-# They give memory a second name. In a plain run an activation is contiguous, and this is the activation's own memory.
+# Functions that give memory a second name. In a plain run an activation is contiguous, and these return its own memory;
+# in channels last some would copy instead.
 _RENAMES = (
     *("view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous", "as_strided"),
-    # Parts and turned ones: what is written to one shows in the other, and random numbers are drawn in its order.
+    # Parts and transposes: writes to one show in the other, and random numbers are drawn in the order of their memory.
     *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "diagonal", "unfold", "unflatten"),
     *("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "squeeze", "unsqueeze"),
     *("expand", "expand_as", "detach"),
 )
-_RENAMES_OF_TENSORS = ("__getitem__", "__reduce_ex__")  # the last: pickled, as torch.save does
-# They fill memory in its order: in another order, the same random numbers come to other elements.
+_RENAMES_OF_TENSORS = ("__getitem__", "__reduce_ex__")  # __reduce_ex__: pickled, as by torch.save
+# Functions that draw random numbers in memory order: in another layout the same numbers come to other elements.
 _DRAWS = ("rand_like", "randn_like", "randint_like", "bernoulli", "poisson", "normal", "rrelu", "rrelu_")
 _DRAWS_IN_PLACE = (
     "bernoulli_",
@@ -42,26 +50,27 @@ _DRAWS_IN_PLACE = (
 )
 _DROPOUTS = ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "native_dropout")
 
-# In a forward these show how an activation lies: methods that are called (`self.stride` is a number of a layer's), and
-# names by which operators are reached past the functions that are replaced.
+# Names in a forward's code that reveal an activation's layout. Of _SHOWS only calls count (`self.stride` is a layer's
+# number, `x.stride()` a tensor's layout). Names in _PAST lead to operators past the functions that are replaced.
 _SHOWS = frozenset({"stride", "is_contiguous", "untyped_storage", "data_ptr", "set_", "storage"})
 _PAST = frozenset({"aten", "vmap"})
 
 _tracing = torch._C._get_tracing_state
 _transforming = torch._C._are_functorch_transforms_active
-_contiguous, _detach = torch.Tensor.contiguous, torch.Tensor.detach
+_contiguous, _detach = torch.Tensor.contiguous, torch.Tensor.detach  # torch's own, taken before they are replaced
 
 
 class Layout:
-    """The weights whose convolutions compute channels last.
+    """The weights whose convolutions run in channels last, and the wrappers around torch's functions.
 
-    There is one in a process, since the functions that it replaces are the process's; torch's own are put back when
-    it is cleared. Who has got hold of one of ours keeps it: they do nothing while there are no weights. Functions other
-    than convolutions are replaced once a convolution lays something out: in compiled code none does, and a script's
-    transforms, which call views and draws for each sample, are left to torch.
+    There is one object per process, since the functions that it replaces are global; `clear` restores torch's own. A
+    script may have kept one of the wrappers: these do nothing while there are no weights. Functions other than
+    convolutions are replaced only when a convolution converts an input for the first time. Thus compiled code, which
+    never does, and a script's transforms before the first forward, which call views and draws for each sample, use
+    torch's own.
 
     Attributes:
-        acts: Whether a convolution has laid out its input, so that activations may lie channels last.
+        acts: Whether a convolution has converted an input, so that activations may be in channels last.
     """
 
     def __init__(self) -> None:
@@ -72,7 +81,7 @@ class Layout:
         self._others: list[Replaced] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
-        """Lay out what the convolutions with these weights read; `let_go` is told why, should that become unsafe."""
+        """Convert the inputs of convolutions with these weights; call `let_go` with the reason once that is unsafe."""
         if not self._convolutions:
             self._convolutions, self._others = _functions_of(self, _PLACES[:1]), _functions_of(self, _PLACES[1:])
         for function in self._convolutions:
@@ -83,29 +92,29 @@ class Layout:
             self.weights[key] = weakref.ref(weight, lambda _, key=key: self.weights.pop(key, None))  # type: ignore[misc]
 
     def begin(self) -> None:
-        """Mind the layout of activations from here on: a convolution is about to lay out the first."""
+        """Replace the other functions as well: a convolution is about to convert the first activation."""
         self.acts = True
         for function in self._others:
             function.put_in_place()
 
     def clear(self) -> None:
-        """Leave all convolutions alone from here on."""
+        """Stop converting, and restore torch's functions."""
         self.weights.clear()
         self.acts = False
         for function in (*self._convolutions, *self._others):
             function.put_back()
 
     def has(self, weight: Any) -> bool:
-        """Whether a convolution's weight is one of them."""
-        held = self.weights.get(id(weight))
-        return held is not None and held() is weight
+        """Return whether convolutions with this weight run in channels last."""
+        ref = self.weights.get(id(weight))
+        return ref is not None and ref() is weight
 
 
 LAYOUT = Layout()
 
 
 def lies_last(tensor: Any) -> bool:
-    """Whether a tensor lies channels last, and not at the same time channels first."""
+    """Return whether a tensor is in channels last and not contiguous too, as with a single channel it is both."""
     return bool(
         tensor.layout is torch.strided
         and tensor.dim() == 4
@@ -115,12 +124,12 @@ def lies_last(tensor: Any) -> bool:
 
 
 def why_it_shows(model: torch.nn.Module) -> str:
-    """Return why a model's own code would see, or draw by, how its activations lie; "" if it does not.
+    """Return why a model's own code would notice the layout of its activations; "" if it would not.
 
-    Functions that it holds by names of its own (`from torch import rand_like`) are torch's still when others are
-    replaced; TorchScript calls operators by itself.
+    Functions imported by name (`from torch import rand_like`) remain torch's own when the attributes of `torch` are
+    replaced, and TorchScript calls operators directly: neither would convert activations back.
     """
-    held = {
+    replaced_ids = {
         id(plain_of(getattr(owner, name)))
         for owners, names, _ in _PLACES[1:]
         for owner in owners
@@ -134,7 +143,7 @@ def why_it_shows(model: torch.nn.Module) -> str:
                 return f"its forward may tell how tensors lie in memory (`{shows}`, {where})"
             for name in code.co_names:
                 value = function.__globals__.get(name)
-                if id(value) in held:
+                if id(value) in replaced_ids:
                     return f"its forward calls torch's {name} by a name of its own ({where})"
                 if isinstance(value, torch.jit.ScriptFunction):
                     return f"its forward calls TorchScript ({name}, {where})"
@@ -142,9 +151,10 @@ def why_it_shows(model: torch.nn.Module) -> str:
 
 
 def as_plain(tensor: Any) -> None:
-    """Lay an activation out as a plain run has it: the same object with the same values and graph, channels first.
+    """Make an activation contiguous, as in a plain run, in place: the same object with the same values and graph.
 
-    It is done in place, so that all who hold it still see one memory. What autograd has saved of it keeps its own.
+    In place, so that everybody who holds the tensor still shares one memory. What autograd has saved of the activation
+    keeps the former memory.
     """
     if type(tensor) is torch.Tensor and lies_last(tensor) and _is_activation(tensor):
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
@@ -152,7 +162,7 @@ def as_plain(tensor: Any) -> None:
 
 
 def _is_activation(tensor: Any) -> bool:
-    """Whether nobody else relies on where a tensor lies: no view, no weight, not shared with other processes."""
+    """Return whether a tensor's memory may be replaced: it is no view, no weight, not shared with other processes."""
     return not (
         tensor._base is not None
         or (tensor.requires_grad and tensor.is_leaf)
@@ -161,18 +171,19 @@ def _is_activation(tensor: Any) -> bool:
 
 
 def outputs_as_plain(outputs: Any) -> None:
-    """Lay out as a plain run has them what a model gives to the script."""
-    if LAYOUT.weights and not _aside():
+    """Make the tensors contiguous that a model returns to the script."""
+    if LAYOUT.weights and not _is_transformed():
         for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
             as_plain(tensor)
 
 
-def _aside() -> bool:
-    """Whether what runs is read by a compiler or changed by a transform, whose own layouts are left alone."""
+def _is_transformed() -> bool:
+    """Return whether a compiler, a tracer or a transform of torch.func runs the code: their layouts are left alone."""
     return is_compiling() or _tracing() is not None or _transforming()
 
 
 def _functions_of(layout: Layout, places: tuple[Any, ...]) -> list[Replaced]:
+    """Return a `Replaced` for each function in some of `_PLACES`."""
     return [
         Replaced(owner, name, functools.partial(change, layout))
         for owners, names, change in places
@@ -183,58 +194,71 @@ def _functions_of(layout: Layout, places: tuple[Any, ...]) -> list[Replaced]:
 
 
 def _laid_out(layout: Layout, plain: Any) -> Any:
+    """Wrap a convolution: convert its input to channels last."""
     has, tensor = layout.has, torch.Tensor
 
     def convolve(input: Any, weight: Any, *args: Any, **options: Any) -> Any:
         if (
-            not is_compiling()  # first: the compiler then reads no further
+            not is_compiling()  # first, so that the compiler traces nothing of the rest
             and type(input) is tensor
             and has(weight)
             and input.dim() == 4
             and input.dtype in _FLOATS
             and input.layout is torch.strided
-            and not _aside()
+            and not _is_transformed()
         ):
             if not layout.acts:
                 layout.begin()
-            input = _contiguous(input, memory_format=_LAST)  # as it is, where it lies so already
+            input = _contiguous(input, memory_format=_LAST)  # no copy if it is in channels last already
         return plain(input, weight, *args, **options)
 
     return convolve
 
 
 def _renaming(layout: Layout, plain: Any) -> Any:
+    """Wrap a function that gives memory a second name: make the tensor contiguous first."""
     tensor = torch.Tensor
     views = plain.__name__ in ("view", "view_as")
 
     def rename(*args: Any, **options: Any) -> Any:
         self = args[0] if args else options.get("input")
-        if type(self) is not tensor or self.is_contiguous() or is_compiling() or not layout.weights or _aside():
+        if (
+            type(self) is not tensor
+            or self.is_contiguous()
+            or is_compiling()
+            or not layout.weights
+            or _is_transformed()
+        ):
             return plain(*args, **options)
-        # What asks for a memory format, or for another number type, means the tensor as it lies.
+        # `x.contiguous(memory_format=torch.channels_last)` wants another layout than a plain run's: no conversion.
         if options.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
             as_plain(self)
         if not views or self.dim() < 3:
             return plain(*args, **options)
         try:
             return plain(*args, **options)
-        except RuntimeError:  # made from an activation, or a part of it: contiguous in a plain run, so no error there
+        except RuntimeError:
+            # A `view` that fails on strides. The tensor was made from an activation, or from a part of it, and kept its
+            # layout; in a plain run it is contiguous, and the view works.
             return plain(_contiguous(self), *args[1:], **options)
 
     return rename
 
 
 def _drawing(layout: Layout, plain: Any) -> Any:
+    """Wrap a function that draws random numbers: make the tensor contiguous first."""
     tensor = torch.Tensor
     drops = plain.__name__ in _DROPOUTS
 
     def draw(*args: Any, **options: Any) -> Any:
         if is_compiling() or not layout.weights:
             return plain(*args, **options)
-        if args and type(args[0]) is tensor and not args[0].is_contiguous() and not _aside():
-            if drops and len(args) > 2 and not args[2]:  # nothing is dropped in eval mode
+        if args and type(args[0]) is tensor and not args[0].is_contiguous() and not _is_transformed():
+            if drops and len(args) > 2 and not args[2]:  # nothing is drawn in eval mode
                 return plain(*args, **options)
             as_plain(args[0])
+            # Only 4-D tensors can be recognized as channels last. A 3-D or 5-D tensor made from such activations (a sum
+            # over a dimension, a stack) may have inherited their order, or have these strides in a plain run too.
             if args[0].dim() in (3, 5) and args[0]._base is None:
                 layout.let_go("random numbers are drawn for a tensor of which nobody can say how it lies without")
         return plain(*args, **options)
@@ -242,7 +266,8 @@ def _drawing(layout: Layout, plain: Any) -> Any:
     return draw
 
 
-_PLACES = (  # convolutions first
+# Owners, names and wrapper of the functions to replace. Convolutions first: they are replaced at once, the rest later.
+_PLACES = (
     ((torch.nn.functional,), _CONVOLUTIONS, _laid_out),
     ((torch.Tensor, torch), _RENAMES, _renaming),
     ((torch.Tensor,), _RENAMES_OF_TENSORS, _renaming),

@@ -1,4 +1,4 @@
-"""float32 matrix products computed on faster, narrower units."""
+"""float32 matrix products on faster, narrower hardware units (TF32, bf16)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hasten.techniques.switches import ProcessWide
 
 
 class MatmulPrecision(ProcessWide):
-    """`torch.set_float32_matmul_precision`: "high" is TF32 on a GPU, "medium" bf16 on a CPU that has it.
+    """Set `torch.set_float32_matmul_precision`: "high" is TF32 on a GPU, "medium" is bf16 on a CPU that has it.
 
-    Set from the first forward of a model on. Tensors stay float32 throughout; only the products inside a matrix
+    It is set when a model's first forward begins. Tensors stay float32 throughout; only the products inside a matrix
     multiplication are narrower.
     """
 
@@ -30,7 +30,7 @@ class MatmulPrecision(ProcessWide):
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """The hardware must have the narrower units."""
+        """Refuse a setting for which the hardware has no narrower units."""
         if machine.device == "cuda":
             return ""
         if setting == "high":
@@ -39,7 +39,7 @@ class MatmulPrecision(ProcessWide):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """TF32 on a GPU, oneDNN's bf16 on a CPU."""
+        """Propose TF32 on a GPU, oneDNN's bf16 on a CPU."""
         setting = "high" if any(model.device == "cuda" for model in evidence.models) else "medium"
         if evidence.flags.matmul_precision != "highest":
             return Refusal(f"the script sets it already ({evidence.flags.matmul_precision})")
@@ -52,10 +52,10 @@ class MatmulPrecision(ProcessWide):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._models = False
+        self._models = False  # whether a model was seen
 
     def process(self) -> None:
-        """Set it, once there is a model: data that a script makes before it trains is what it is without."""
+        """Set the precision, but only once there is a model: data that a script makes earlier must not change."""
         import torch
 
         if not self._models:
@@ -67,11 +67,11 @@ class MatmulPrecision(ProcessWide):
         self.did("process")
 
     def prepare(self, model: Any) -> None:
-        """Set it for the Trainer's stage."""
+        """Set the precision for the Trainer's stage."""
         self.model(model, ())
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Set it from a script's first model on, for matrix products and (on a GPU) convolutions."""
+        """Set the precision at the first model, for matrix products and (on a GPU) convolutions."""
         if not self._models:
             self._models = True
             if self.active:

@@ -1,4 +1,4 @@
-"""Code in a model that torch.compile does not trace."""
+"""Find code in a model whose effects torch.compile does not reproduce, by reading attributes and byte code."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from hasten.data.code_references import codes_of
 from hasten.evidence.libraries import is_library
 from hasten.techniques.recompute.names import ModuleCode
 
-_CATCHES = frozenset({"CHECK_EXC_MATCH", "CHECK_EG_MATCH"})  # what `except SomeError` compiles to
+_CATCHES = frozenset({"CHECK_EXC_MATCH", "CHECK_EG_MATCH"})  # byte code of `except SomeError`, and of `except*`
 _ASKS = ("is_compiling", "is_dynamo_compiling")
 
 
 def why_not_followed(model: nn.Module) -> str:
-    """Return why compiled code would not do what this model's forward does; "" if nothing is known.
+    """Return why compiled code would not do what this model's forward does; "" if no reason is known.
 
-    Of a `random.Random` Dynamo takes the state once, when it compiles. (Python's own numbers, NumPy's and torch's are
-    drawn as they should.) A `deque` that is full it leaves as it was when it compiled. Errors of operators come when
-    compiled code runs, outside of the `try` that the operators stood in.
+    Dynamo reads the state of a `random.Random` once, when it compiles. (Numbers of Python's global generator, NumPy's
+    and torch's are drawn correctly.) It leaves a full `deque` as it was when it compiled. Errors of operators are
+    raised when compiled code runs, outside of the `try` around the operators.
     """
     named = model.named_modules()
     held = [(f"{path}.{name}".strip("."), value) for path, part in named for name, value in vars(part).items()]
     held += [(place.name, place.read()) for place in ModuleCode(model).outside]
     for name, value in held:
-        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        # Look one level into containers and plain objects (`sampler.rng`), no deeper.
+        items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         plain = not isinstance(value, type | ModuleType) and hasattr(value, "__dict__") and not name.startswith("_")
-        within = [*inside, *(vars(value).values() if plain else ())]
-        if any(isinstance(one, random.Random) for one in (value, *within)):
+        contents = [*items, *(vars(value).values() if plain else ())]
+        if any(isinstance(part, random.Random) for part in (value, *contents)):
             return f"{name} is a random.Random, of which compiled code would draw the same numbers each time"
-        if any(isinstance(one, collections.deque) and one.maxlen is not None for one in (value, *within)):
+        if any(isinstance(part, collections.deque) and part.maxlen is not None for part in (value, *contents)):
             return f"{name} is a deque with a maxlen, whose changes compiled code does not follow"
     for function in own_functions(model):
         for code in codes_of(function.__code__):
@@ -49,7 +50,12 @@ def why_not_followed(model: nn.Module) -> str:
 
 
 def own_functions(model: nn.Module) -> Iterator[FunctionType]:
-    """Yield functions of the script's own that a forward may run: methods and global functions, by their names."""
+    """Yield the functions of the script, not of libraries, that a forward may run.
+
+    Starts at methods named `forward`, and follows every name in their code that is also the name of a method of the
+    model's modules, or of a global function. That may yield too many functions, but misses only calls by other routes
+    (`getattr`, a function kept in an attribute).
+    """
     kinds = {kind for part in model.modules() for kind in type(part).__mro__ if kind is not object}
     methods = [
         (name, function)
@@ -81,7 +87,7 @@ def methods_in(code: CodeType) -> set[str]:
     return {
         instruction.argval
         for instruction in dis.get_instructions(code)
-        # From Python 3.12 on it is a LOAD_ATTR with a mark.
+        # Since Python 3.12, a method call is a LOAD_ATTR with a flag, which dis shows as "NULL|self".
         if instruction.opname == "LOAD_METHOD"
         or (instruction.opname == "LOAD_ATTR" and "NULL|self" in instruction.argrepr)
     }

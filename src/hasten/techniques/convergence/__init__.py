@@ -1,1 +1,1 @@
-"""Techniques that change the optimisation path: only with `--allow trajectory`, or in a plan that a person writes."""
+"""Techniques that change the optimisation path. They need `--allow trajectory`, or a plan that a person wrote."""

@@ -1,4 +1,4 @@
-"""Larger batches, with the learning rate that goes with them."""
+"""The technique `batch_scale`: larger batches, with a learning rate to match."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from hasten.techniques.base import Resource, Trajectory
 from hasten.techniques.convergence.inside_step import InsideStep, scaled
 from hasten.techniques.convergence.rates import beta2_for, is_adaptive, rate_factor
 
-_LEAST_BATCHES = 2  # of an epoch, below which a batch is too large for its dataset
+_LEAST_BATCHES = 2  # batches per epoch: with fewer, the batch is too large for its dataset
 
 
 class BatchScale(Trajectory):
-    """Train with batches so many times as large, and with the rate that goes with them.
+    """Multiply the batch size by a factor, and scale the learning rate to match.
 
-    Acts on loaders that shuffle (`shuffle=True`, or a RandomSampler or DistributedSampler); those of validation mostly
-    do not. The rate goes with the square root of the factor for Adam and its like, whose beta2 becomes beta2 to the
-    power of the factor, so that its average holds as many samples (arXiv 2507.07101); in proportion for SGD (Goyal et
-    al. 2017). Both only while the optimizer steps: schedules, logs and checkpoints have the script's own. `len(loader)`
-    is that of the larger batches; what a script counts in steps by itself (`max_iters`, warm-up, the length of a
-    `OneCycleLR`) is not shortened. Left alone: batch samplers of the script's own, iterable datasets, and datasets that
-    would not give two batches; then the rate stays, too. A checkpoint from the middle of an epoch counts batches: go on
-    from one at its end. For a script without an argument for its batch; with one, use that.
+    It acts on loaders that shuffle (`shuffle=True`, or a RandomSampler or DistributedSampler); validation loaders
+    mostly do not. For Adam and similar optimizers the rate is multiplied by the square root of the factor, and beta2 is
+    raised to the power of the factor, so that its average covers as many samples (arXiv 2507.07101); for SGD the rate
+    is multiplied by the factor (Goyal et al. 2017). Both change only while the optimizer steps: schedules, logs and
+    checkpoints see the script's own values. `len(loader)` counts the larger batches; a script's own numbers of steps
+    (`max_iters`, warm-up, the length of a `OneCycleLR`) are not shortened. Left alone are the script's own batch
+    samplers, iterable datasets, and datasets too small for two batches; then the rate does not change either. A
+    checkpoint from the middle of an epoch counts batches: resume from one at the end of an epoch. The technique is for
+    scripts without an argument for the batch size; if there is one, use it.
     """
 
     name = "batch_scale"
@@ -34,13 +35,13 @@ class BatchScale(Trajectory):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._times = int(setting) if isinstance(setting, int) else 1
-        self._asked: set[int] = set()
-        self._larger = False  # once a loader gives larger batches
+        self._asked: set[int] = set()  # batch sizes that loaders were given
+        self._larger = False  # whether a loader with larger batches exists
         self._adaptive = InsideStep(lambda group: self._change(group, adaptive=True))
         self._others = InsideStep(lambda group: self._change(group, adaptive=False))
 
     def loader_options(self, options: dict[str, Any]) -> None:
-        """Give a loader that shuffles larger batches."""
+        """Multiply the batch size of a loader that shuffles."""
         from torch.utils.data import BatchSampler
 
         batches = options.get("batch_sampler")
@@ -58,31 +59,34 @@ class BatchScale(Trajectory):
         if samples < _LEAST_BATCHES * size * self._times:
             self.refused(f"{samples} samples do not make {_LEAST_BATCHES} batches of {size * self._times}")
             return
-        if batches is None or options.get("batch_size") == size != 1:  # else the batch sampler alone says it
+        # A script passes either a batch size or a batch sampler (and then batch_size is 1 by default, and ignored). A
+        # loader that exists already, as under the Trainer, has both: change both.
+        if batches is None or options.get("batch_size") == size != 1:
             options["batch_size"] = size * self._times
         if batches is not None:
             options["batch_sampler"] = BatchSampler(batches.sampler, size * self._times, batches.drop_last)
         self._asked.add(size * self._times)
 
     def loader(self, loader: Any) -> None:
-        """Note that there are larger batches: from here on the rate goes with them."""
+        """Note that a loader has larger batches. From now on the rate is scaled."""
         if self.active and getattr(loader.batch_sampler, "batch_size", None) in self._asked:
             self._larger = True
             self.did("loader")
 
     def optimizer(self, optimizer: Any) -> None:
-        """Have it step with the rate that goes with the batch."""
+        """Let the optimizer step with the scaled rate."""
         if is_adaptive([type(optimizer).__name__]):
             self._adaptive.wrap(optimizer)
         else:
             self._others.wrap(optimizer)
 
     def over(self) -> None:
-        """Leave steps as they were."""
+        """Stop changing the optimizers' steps."""
         self._adaptive.leave()
         self._others.leave()
 
     def _change(self, group: dict[str, Any], adaptive: bool) -> dict[str, Any]:
+        """Return the options of a group to change during a step."""
         if not self.active or not self._larger or group.get("lr") is None:
             return {}
         changed = {"lr": scaled(group["lr"], rate_factor(self._times, adaptive))}
@@ -93,7 +97,7 @@ class BatchScale(Trajectory):
 
 
 def _shuffles(options: dict[str, Any]) -> bool:
-    """Whether a loader draws its samples in another order each time."""
+    """Return whether a loader draws its samples in a new order in each pass."""
     from torch.utils.data import RandomSampler
     from torch.utils.data.distributed import DistributedSampler
 

@@ -1,6 +1,7 @@
-"""Options of an optimizer's groups that have other values while it steps, and the script's own at all other times.
+"""Change options of an optimizer's groups for the duration of each step.
 
-So schedules, logs and checkpoints see what the script has set. Wrapped is `step` of the one optimizer.
+At all other times the groups have the script's own values, which schedules, logs and checkpoints therefore see. `step`
+is wrapped on the instance, not on the class.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
-"""Returns the options of a group that are to have other values, with these."""
+"""Takes a group, and returns the options to change with their new values."""
 
 
 class InsideStep:
-    """Changes options of groups inside `step`, of the optimizers that it was given.
+    """Change options of groups inside `step`, for the optimizers passed to `wrap`.
 
     Args:
-        change: What to change of a group, asked at each step; {} for nothing.
+        change: Returns the options of a group to change; called for each group at each step.
     """
 
     def __init__(self, change: Change) -> None:
@@ -28,7 +29,7 @@ class InsideStep:
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wrap(self, optimizer: Any) -> None:
-        """Put a step in the place of an optimizer's that changes options first, and puts them back behind it."""
+        """Replace an optimizer's step by one that changes options before it and restores them after it."""
         self._active = True
         if optimizer in self._wrapped:
             return
@@ -45,27 +46,28 @@ class InsideStep:
                 for group, (old, new) in zip(this.param_groups, before, strict=False):
                     _put_back(group, old, new)
 
-        optimizer.step = types.MethodType(step, optimizer)  # a method, as a schedule that wraps it in its turn expects
+        optimizer.step = types.MethodType(step, optimizer)  # LR schedulers wrap `step` too, and expect a bound method
         self._wrapped.add(optimizer)
 
     def leave(self) -> None:
-        """Change no more. A step stays wrapped, and does nothing but call the optimizer's own."""
+        """Stop changing options. Steps stay wrapped, and only call the optimizer's own."""
         self._active = False
 
 
 def _put(group: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Set options of a group. Return their old and their new values."""
     old = {name: group[name] for name in new}
     group.update(new)
     return old, new
 
 
 def _put_back(group: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Give a group its own values again, but for one that a closure has set meanwhile."""
+    """Restore a group's own values, except those that a closure has set during the step."""
     for name, value in new.items():
         if group.get(name) is value:
             group[name] = old[name]
 
 
 def scaled(rate: Any, by: float) -> Any:
-    """Return a rate, a number or a tensor, times a factor; the same object, unless a new one is needed."""
+    """Return a rate (a number or a tensor) times a factor. A None, or a factor of 1, returns the same object."""
     return rate if rate is None or by == 1 else rate * by

@@ -1,4 +1,4 @@
-"""Another learning rate, whatever the script has set."""
+"""The technique `lr_scale`: the script's learning rate times a factor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST = 1e4
 class LrScale(Trajectory):
     """Step with the script's learning rate times a factor.
 
-    Each group's rate is multiplied while its optimizer steps and is the script's own again behind it, so schedules
-    (warm-up, decay, one that looks at the loss), logs and checkpoints stay as they are: a run that goes on from a
-    checkpoint without this has the script's rate. What an optimizer multiplies by the rate goes with it, as AdamW's
-    weight decay does. Optimizers without a `lr` in their groups are left alone. For a script without an argument for
-    its rate; with one, use that.
+    Each group's rate is multiplied while its optimizer steps and restored after the step, so schedules (warm-up, decay,
+    one that reads the loss), logs and checkpoints do not change: a run that resumes from a checkpoint without this
+    technique has the script's rate. Terms that an optimizer multiplies by the rate are scaled too, such as AdamW's
+    weight decay. Optimizers without `lr` in their groups are left alone. The technique is for scripts without an
+    argument for the rate; if there is one, use it.
     """
 
     name = "lr_scale"
@@ -35,13 +35,13 @@ class LrScale(Trajectory):
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """A number above 0."""
+        """Return what is wrong with a setting, which must be a number above 0."""
         if isinstance(setting, (int, float)) and not isinstance(setting, bool) and 0 < setting <= _MOST:
             return ""
         return f"must be a number above 0, of {_MOST:g} at the most"
 
     def optimizer(self, optimizer: Any) -> None:
-        """Have it step with another rate."""
+        """Let the optimizer step with the scaled rate."""
         if not any("lr" in group for group in optimizer.param_groups):
             self.refused(f"{type(optimizer).__name__} has no learning rate")
             return
@@ -49,7 +49,7 @@ class LrScale(Trajectory):
         self.did("optimizer")
 
     def over(self) -> None:
-        """Leave steps as they were."""
+        """Stop changing the optimizers' steps."""
         self._steps.leave()
 
     def _change(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Gradient noise scale: the batch from which on a larger one saves few steps, from gradients of single batches."""
+"""Gradient noise scale, from gradients of single batches: the batch size beyond which more saves few steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FEWEST = 4  # gradients from which an interval can be given
 class NoiseScale:
     """The "simple" noise scale, tr(Sigma) / |G|^2, in samples (McCandlish et al. 2018, arXiv 1812.06162).
 
-    G is the mean gradient, Sigma the covariance of gradients of single samples. A batch of this size takes twice the
-    steps that an endless batch takes, and twice the samples that single ones take.
+    G is the mean gradient, Sigma the covariance of gradients of single samples. A batch of this size takes twice as
+    many steps as an infinite batch, and twice as many samples as batches of one sample.
 
     Attributes:
-        value: The estimate; infinite where the mean gradient does not show above the noise.
+        value: The estimate; infinite if the mean gradient is not visible above the noise.
         low: Lower end of its 95 % interval.
-        high: Upper end; infinite where there is none.
-        gradients: Of so many batches.
-        samples: In each of these.
+        high: Upper end; infinite if there is none.
+        gradients: Number of batches whose gradients were used.
+        samples: Samples in each batch.
     """
 
     value: float
@@ -36,13 +36,13 @@ class NoiseScale:
 def noise_scale(products: Sequence[Sequence[float]], samples: float) -> NoiseScale:
     """Return the noise scale from the inner products of gradients, all at the same weights.
 
-    The mean product of two batches' gradients is |G|^2 without bias, and the mean square of one gradient is
-    |G|^2 + tr(Sigma) / samples. This is the estimate by two batch sizes, one batch and all of them. The interval is a
-    jackknife's, of the share of the one in the other, which goes one way with the noise scale.
+    The mean product of two batches' gradients is an unbiased estimate of |G|^2, and the mean square of one gradient is
+    |G|^2 + tr(Sigma) / samples. This is the paper's estimate from two batch sizes, one batch and all of them. The
+    interval is a jackknife interval of the ratio of the two, of which the noise scale is a monotonic function.
 
     Args:
-        products: Of every two gradients, (gradients, gradients); squares on the diagonal.
-        samples: In each batch.
+        products: Inner products of all pairs of gradients, (gradients, gradients); squares on the diagonal.
+        samples: Samples in each batch.
 
     Raises:
         ValueError: Fewer than four gradients, or all are zero.
@@ -60,7 +60,7 @@ def noise_scale(products: Sequence[Sequence[float]], samples: float) -> NoiseSca
         _share(all_squares - square, all_others - 2 * other, count - 1)
         for square, other in zip(squares, others, strict=True)
     ]
-    estimate = mean_of([count * share - (count - 1) * one for one in left_out])
+    estimate = mean_of([count * share - (count - 1) * without for without in left_out])  # jackknife pseudo-values
     half = estimate.half if estimate is not None else math.inf
     return NoiseScale(
         _of_share(share, samples),
@@ -72,7 +72,7 @@ def noise_scale(products: Sequence[Sequence[float]], samples: float) -> NoiseSca
 
 
 def _share(squares: float, others: float, count: int) -> float:
-    """Return which share of a gradient's square is the mean gradient's, from sums over `count` gradients."""
+    """Return the share of the mean gradient in a batch gradient's square, from sums over `count` gradients."""
     return (others / (count - 1)) / squares if squares > 0 else 0.0
 
 
@@ -81,18 +81,19 @@ def of_means(square: float, product: float, samples: float) -> float:
 
     Args:
         square: Mean of |g|^2, in any unit.
-        product: Mean of g . h over different batches, in the same unit.
-        samples: In each batch.
+        product: Mean of g . h over pairs of different batches, in the same unit.
+        samples: Samples in each batch.
     """
     return _of_share(product / square if square > 0 else 0.0, samples)
 
 
 def _of_share(share: float, samples: float) -> float:
+    """Return the noise scale from the mean gradient's share of a batch gradient's square."""
     return samples * (1 / min(share, 1.0) - 1) if share > 0 else math.inf
 
 
 def steps_factor(noise: float, former: float, batch: float) -> float:
-    """Return what the number of steps to the same loss is multiplied by, for a batch in the place of the former.
+    """Return the factor on the number of steps to the same loss when `batch` replaces the batch size `former`.
 
     Steps = least * (1 + noise / batch), McCandlish et al. 2018, equation 2.11: for SGD with the best rate for each.
     """
@@ -100,12 +101,12 @@ def steps_factor(noise: float, former: float, batch: float) -> float:
 
 
 def samples_factor(noise: float, former: float, batch: float) -> float:
-    """Return what the number of samples to the same loss is multiplied by, for a batch in the place of the former."""
+    """Return the factor on the number of samples to the same loss when `batch` replaces the batch size `former`."""
     return steps_factor(noise, former, batch) * batch / former
 
 
 def rate_factor(noise: float, former: float, batch: float) -> float:
-    """Return what SGD's best rate is multiplied by: in proportion to small batches, not at all to large ones.
+    """Return the factor on SGD's best rate: in proportion to the batch if it is small, near 1 if it is large.
 
     Rate = greatest / (1 + noise / batch), McCandlish et al. 2018, equation 2.8.
     """

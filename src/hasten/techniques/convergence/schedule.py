@@ -1,4 +1,4 @@
-"""A learning-rate schedule for a script that has none."""
+"""The technique `schedule`: a learning-rate schedule for a script that has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hasten.techniques.base import Resource, Trajectory
 from hasten.techniques.convergence.inside_step import InsideStep, scaled
 
 KINDS = ("linear", "1cycle")
-_WARM = 0.3  # of a 1cycle's steps rise; it begins at 1/25 and ends at 1/250,000, as torch's OneCycleLR does
+# The defaults of torch's OneCycleLR: the share of steps in which the rate rises, and the first and the last factor.
+_WARM = 0.3
 _FIRST, _LAST = 1 / 25, 1 / 25 / 1e4
 
 
@@ -20,11 +21,12 @@ class Schedule(Trajectory):
     """Let the learning rate fall to zero over a number of optimizer steps, linearly or as one cycle.
 
     A setting is a table `{kind, steps}`: "linear" falls from the script's rate to zero (arXiv 2502.15938: better than
-    to a tenth); "1cycle" rises to it over 30 % of the steps and falls by a cosine, as torch's `OneCycleLR`. Only while
-    the optimizer steps: logs and checkpoints have the script's rate. Beyond `steps` the rate is zero, and nothing is
-    learnt any more. A run that goes on from a checkpoint goes on in the schedule: by the count of steps in Adam's
-    state, under the Trainer by its own. Where a script's checkpoint holds none (SGD), and where there is a schedule of
-    torch's own, nothing is changed from there on. One that a script sets by hand (`group["lr"] = ...`) is multiplied.
+    to a tenth); "1cycle" rises to the script's rate over 30 % of the steps and falls by a cosine, like torch's
+    `OneCycleLR`. The rate changes only while the optimizer steps: logs and checkpoints see the script's rate. After
+    `steps` the rate is zero, and nothing is learned any more. A run that resumes from a checkpoint continues the
+    schedule, by the count of steps in Adam's state; under the Trainer, by the technique's own count. If a script's
+    checkpoint has no count (SGD), or the script has a scheduler of torch, the rate is the script's from then on. A rate
+    that a script sets by hand (`group["lr"] = ...`) is multiplied.
     """
 
     name = "schedule"
@@ -38,14 +40,14 @@ class Schedule(Trajectory):
         super().__init__(setting)
         table = setting if isinstance(setting, dict) else {}
         self._kind, self._total = str(table.get("kind")), int(table.get("steps", 1))
-        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._order: list[weakref.ref[Any]] = []  # optimizers as they came, for a checkpoint
+        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> its steps so far
+        self._order: list[weakref.ref[Any]] = []  # optimizers in the order of `optimizer` calls, for checkpoints
         self._inside: list[InsideStep] = []
-        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # loaded, from a state without a count
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that loaded a state without a count
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """Check that both fields are there, and nothing else."""
+        """Return what is wrong with a setting, which must have exactly the two fields."""
         wrong = f"must be a table such as {cls.example}, of kind {' or '.join(KINDS)}"
         if not isinstance(setting, dict) or set(setting) != {"kind", "steps"} or setting["kind"] not in KINDS:
             return wrong
@@ -53,45 +55,46 @@ class Schedule(Trajectory):
         return "" if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1 else wrong
 
     def optimizer(self, optimizer: Any) -> None:
-        """Have its steps follow the schedule."""
+        """Let an optimizer's steps follow the schedule."""
         if not any("lr" in group for group in optimizer.param_groups):
             self.refused(f"{type(optimizer).__name__} has no learning rate")
             return
-        held = weakref.ref(optimizer)
-        steps = InsideStep(lambda group: self._change(held(), group))
+        optimizer_ref = weakref.ref(optimizer)
+        steps = InsideStep(lambda group: self._change(optimizer_ref(), group))
         steps.wrap(optimizer)
         self._inside.append(steps)
         self._done[optimizer] = 0
-        self._order.append(held)
+        self._order.append(optimizer_ref)
         optimizer.register_step_post_hook(self._stepped)
         optimizer.register_load_state_dict_post_hook(self._loaded)
         self.did("optimizer")
 
     def over(self) -> None:
-        """Change nothing more; what is over is kept, for a checkpoint that is made behind the fit."""
+        """Stop changing rates. Counts are kept, for a checkpoint that is saved after the fit."""
         while self._inside:
             self._inside.pop().leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps that are over, of each optimizer; -1 where nothing is changed any more."""
-        done = [self._done.get(one, -1) if (one := held()) is not None else -1 for held in self._order]
+        """Return each optimizer's number of steps so far; -1 if its rate is not changed any more."""
+        done = [self._done.get(known, -1) if (known := ref()) is not None else -1 for ref in self._order]
         return {"done": done} if done else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the checkpoint was made, also where the optimizer's state has no count."""
-        for held, done in zip(self._order, state.get("done", ()), strict=False):
-            if (optimizer := held()) is not None and optimizer in self._done and done >= 0:
+        """Continue at the checkpoint's step, even if the optimizer's own state has no count."""
+        for ref, done in zip(self._order, state.get("done", ()), strict=False):
+            if (optimizer := ref()) is not None and optimizer in self._done and done >= 0:
                 self._done[optimizer] = done
                 self._unknown.discard(optimizer)
 
     def _change(self, optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the rate for a group's next step."""
         done = self._done.get(optimizer)
         if done is None or group.get("lr") is None:
             return {}
         if optimizer in self._unknown:
             self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
             return {}
-        if "initial_lr" in group:
+        if "initial_lr" in group:  # set by torch's LRScheduler
             self._leave(optimizer, "the script has a schedule of its own")
             return {}
         return {"lr": scaled(group["lr"], factor(self._kind, done, self._total))}
@@ -101,27 +104,28 @@ class Schedule(Trajectory):
             self._done[optimizer] += 1
 
     def _loaded(self, optimizer: Any) -> None:
-        """Go on where the checkpoint was made, as far as the optimizer's state says."""
+        """Continue at the count of steps in an optimizer's loaded state, if it has one."""
         if optimizer not in self._done:
             return
         counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         if counts:
             self._done[optimizer] = max(counts)
         else:
-            self._unknown.add(optimizer)  # unless `load_state_dict` knows
+            self._unknown.add(optimizer)  # until `load_state_dict` brings a count
 
     def _leave(self, optimizer: Any, why: str) -> None:
+        """Leave an optimizer's rate to the script from now on, and tell the user."""
         self._done.pop(optimizer, None)
         self.let_go(why)
 
 
 def factor(kind: str, done: int, total: int) -> float:
-    """Return what the rate is multiplied by in the step after `done` ones, of `total`.
+    """Return the factor on the rate in the step after the first `done`.
 
     Args:
         kind: "linear" or "1cycle".
-        done: Steps that are over.
-        total: Steps of the whole schedule; behind them the factor is 0.
+        done: Number of steps so far.
+        total: Number of steps of the whole schedule; after them the factor is 0.
     """
     if done >= total:
         return 0.0
@@ -134,4 +138,5 @@ def factor(kind: str, done: int, total: int) -> float:
 
 
 def _between(start: float, end: float, share: float) -> float:
+    """Return the value at a share of a half cosine from `start` to `end`."""
     return end + (start - end) / 2 * (1 + math.cos(math.pi * min(1.0, share)))

@@ -1,4 +1,8 @@
-"""The C allocator told to keep memory instead of giving it back at every step."""
+"""The technique `allocator`: choose the C allocator, or make glibc's keep memory instead of releasing it at each step.
+
+Environment variables do it for a process that `hasten run` starts; `glibc.Glibc` does it in a process that runs
+already.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from hasten.techniques.memory.glibc import KEPT, Glibc
 
 TUNABLES = ":".join(f"glibc.malloc.{name}={value}" for name, value in KEPT.items())
 """For GLIBC_TUNABLES: freed memory is kept for the next tensor."""
-# Blocks above 1 MiB go back to the kernel at once. glibc keeps freed ones below 32 MiB by default, where they lie in
-# pieces: examples/tabular_mlp.py at batch 13312 takes 1243 MB, at 16384 (whose blocks are above that) 606 MB.
+# Blocks above 1 MiB are returned to the kernel at once. By default glibc keeps freed blocks below 32 MiB in its heap,
+# which they fragment: examples/tabular_mlp.py takes 1243 MB at batch 13312, but 606 MB at 16384, whose blocks are
+# larger.
 LEAN = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 _LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
 
@@ -23,11 +28,11 @@ _LIBRARIES = {"jemalloc": "libjemalloc.so", "tcmalloc": "libtcmalloc"}
 class Allocator(Technique):
     """Choose the allocator of CPU memory.
 
-    "glibc" sets glibc's own tunables so that freed tensors' memory is used again; "jemalloc" and "tcmalloc" are
-    loaded in glibc's place where they are installed. "lean" is for little memory: glibc gives freed blocks above 1 MiB
-    back at once, and faults them in again at each step. `hasten run` sets them in the environment, before the process
-    starts. The Trainer and `hasten.setup` tell glibc in the process that runs; "jemalloc", "tcmalloc" and "lean" need
-    `hasten run` there too, or the variables set by whoever starts Python.
+    "glibc" sets glibc's own tunables so that the memory of freed tensors is reused; "jemalloc" and "tcmalloc" replace
+    glibc's allocator where they are installed. "lean" is for little memory: glibc returns freed blocks above 1 MiB to
+    the kernel at once, which costs page faults at each step. `hasten run` sets them in the environment, before the
+    process starts. The Trainer and `hasten.setup` configure glibc in the running process; "jemalloc", "tcmalloc" and
+    "lean" need `hasten run` there too, or the variables set by whoever starts Python.
     """
 
     name = "allocator"
@@ -42,19 +47,19 @@ class Allocator(Technique):
 
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
-        """glibc can be told while it runs; no other allocator can take its place then."""
+        """Return STEP for "glibc", which can be configured at any time; no other allocator can replace it then."""
         return Liveness.STEP if setting == "glibc" else Liveness.PROCESS
 
     @classmethod
     def useless(cls, setting: Setting, machine: Machine) -> str:
-        """The library must be there."""
+        """Refuse a library that is not installed, and glibc's settings on a system without glibc."""
         if setting in ("glibc", "lean"):
             return "" if platform.libc_ver()[0] == "glibc" else "this system's C library is not glibc"
         return "" if library(str(setting)) else f"{setting} is not installed"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """Return what is installed here."""
+        """Propose the allocators that are installed, except "lean", for scripts that train on the CPU."""
         if all(model.device == "cuda" for model in evidence.models) and evidence.models:
             return Refusal("tensors live on the GPU, which has an allocator of its own")
         if "LD_PRELOAD" in os.environ or "GLIBC_TUNABLES" in os.environ:
@@ -80,28 +85,28 @@ class Allocator(Technique):
 
     @classmethod
     def too_late(cls, setting: Setting) -> str:
-        """Return why a setting cannot be chosen in a process that runs; "" where it can."""
+        """Return why a setting cannot be applied in a process that runs already; "" if it can."""
         if cls.liveness_of(setting) is Liveness.PROCESS:
             return f'"{setting}" is chosen when a process starts: use `hasten run`'
         return ""
 
     def process(self) -> None:
-        """Where the process was started without the tunables (by `python train.py`): tell glibc now."""
+        """Configure glibc now, if the process was started without the tunables (`python train.py`)."""
         if self.setting == "glibc" and TUNABLES not in os.environ.get("GLIBC_TUNABLES", ""):
             self._keep()
 
     def restore(self) -> None:
-        """Have glibc give memory back as it would, untold."""
+        """Make glibc release memory as it does by default."""
         if self._glibc is not None:
             self._glibc.give_back()
 
     def on(self) -> None:
-        """Have glibc keep memory from here on."""
+        """Make glibc keep memory from here on."""
         super().on()
         self._keep()
 
     def off(self) -> None:
-        """Have glibc give memory back as it would, untold."""
+        """Make glibc release memory as it does by default."""
         super().off()
         self.restore()
 
@@ -113,10 +118,10 @@ class Allocator(Technique):
 
 
 def keeping(evidence: Evidence) -> str:
-    """How to have memory kept, for advice that makes a CPU allocate more; "" where glibc does not allocate it.
+    """Return a phrase on how to make glibc keep memory, for advice that makes a CPU allocate more; "" if it is no use.
 
-    Casts to bfloat16 saved 34 % of a step of 2.2 ms (batch 32, 64 -> 1024 -> 1024 -> 10) with it; without, glibc gave
-    their 8 MiB back at each step, and the step took 60 % longer than in float32.
+    With it, casts to bfloat16 saved 34 % of a step of 2.2 ms (batch 32, 64 -> 1024 -> 1024 -> 10). Without it, glibc
+    released their 8 MiB at each step, and the step took 60 % longer than in float32.
     """
     around, choices = evidence.surroundings, Allocator.settings(evidence)
     if (around is not None and around.preload) or isinstance(choices, Refusal) or "glibc" not in choices.settings:
@@ -126,13 +131,13 @@ def keeping(evidence: Evidence) -> str:
 
 @cache
 def library(name: str) -> str:
-    """Path of an allocator's shared library as the dynamic linker knows it; "" when it is not installed."""
+    """Return the path of an allocator's shared library, as the dynamic linker knows it; "" if it is not installed."""
     try:
         listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:
         return ""
     for line in listing.splitlines():
-        found, _, path = line.strip().partition(" => ")
-        if found.startswith(_LIBRARIES[name]):
+        soname, _, path = line.strip().partition(" => ")
+        if soname.startswith(_LIBRARIES[name]):
             return path
     return ""

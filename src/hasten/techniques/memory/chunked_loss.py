@@ -1,4 +1,4 @@
-"""Cross entropy of many classes, some rows at a time."""
+"""The technique `chunked_loss`: replace large calls of `F.cross_entropy`. `loss_by_rows` computes them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hasten.techniques.base import Choices, Effect, Refusal, Resource
 from hasten.techniques.replaced import Replaced, Replacements
 from hasten.techniques.switches import Stepwise
 
-_LEAST = 2**21  # numbers of logits: of fewer there is little to save
+_LEAST = 2**21  # elements in the logits: with fewer there is little to save
 
 _acting: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ChunkedLoss(Stepwise):
-    """Compute large cross entropies some rows at a time, so that logits have one copy less and one gradient less.
+    """Compute large cross entropies some rows at a time, which saves a copy of the logits and one of their gradient.
 
     `F.cross_entropy` and `nn.CrossEntropyLoss` keep the log-softmax of all logits, and their backward makes two
-    tensors of that size; by rows the logits themselves and their gradient are all there is. The value and gradients are
-    the same but for rounding. It acts on logits of two dimensions with class indices, from 2 million numbers on;
-    class weights, label smoothing, probabilities as targets, and compiled code are left as they are. Logits that are
-    changed in place behind the loss, and gradients of gradients, end in an error. A script that leaves its
-    logits to `hasten.nn.ChunkedCrossEntropy` never holds them at all.
+    tensors of that size; computed by rows, only the logits themselves and their gradient exist. Value and gradients are
+    the same except for rounding. It acts on 2-D logits with class indices, from 2 million elements on; class weights,
+    label smoothing, probabilities as targets, and compiled code are left alone. Logits that are changed in place after
+    the loss, and gradients of gradients, end in an error. A script that uses `hasten.nn.ChunkedCrossEntropy` never
+    holds all logits at all.
     """
 
     name = "chunked_loss"
@@ -34,16 +34,16 @@ class ChunkedLoss(Stepwise):
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: it saves memory."""
+        """Propose nothing: it saves memory, and hardly any time."""
         return Refusal("it saves memory, and hardly any time: `hasten tune --memory SIZE` tries it")
 
     def process(self) -> None:
-        """Put a cross entropy in the place of torch's that computes large ones by rows; its graphs stay whole."""
+        """Replace torch's cross entropy by one that computes large losses by rows."""
         _FUNCTIONS.need(self)
         _acting.add(self)
 
     def restore(self) -> None:
-        """Put torch's own back."""
+        """Restore torch's own. Graphs made before stay valid."""
         _acting.discard(self)
         _FUNCTIONS.leave(self)
 
@@ -58,6 +58,7 @@ _FUNCTIONS = Replacements(_functions)
 
 
 def _change(plain: Any) -> Any:
+    """Wrap `F.cross_entropy`, with the same signature."""
     import torch
 
     from hasten.techniques.memory.loss_by_rows import by_rows
@@ -75,10 +76,12 @@ def _change(plain: Any) -> Any:
         label_smoothing: float = 0.0,
     ) -> Any:
         options = weight is None and size_average is None and reduce is None and not label_smoothing
-        # A script's own name for the function (`from ... import cross_entropy`) keeps ours when torch's is back.
+        # A script may hold this wrapper under its own name (`from torch.nn.functional import cross_entropy`) after
+        # torch's function was restored: then no technique acts.
         if not len(_acting) or is_compiling() or not options or not _is_large(input, target, torch):
             return plain(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-        # A single row says what is wrong with the arguments, and of which type the loss is under autocast.
+        # One row through torch's own function, to raise its error for wrong arguments and to learn the loss's dtype
+        # under autocast.
         dtype = plain(input[:1].detach(), target[:1], None, None, ignore_index, None, reduction).dtype
         for technique in _acting:
             if "loss" not in technique.acted:
@@ -89,7 +92,7 @@ def _change(plain: Any) -> Any:
 
 
 def _is_large(logits: Any, target: Any, torch: Any) -> bool:
-    """Whether these are logits of a large loss that is to be differentiated, and plain tensors."""
+    """Return whether the arguments are plain tensors of a large loss with a graph, with class indices as targets."""
     return (
         type(logits) is torch.Tensor
         and type(target) is torch.Tensor

@@ -1,4 +1,8 @@
-"""glibc's allocator told to keep memory, and to give it back as it does untold, while a process runs."""
+"""Make glibc's allocator keep freed memory in a running process, and restore its default behavior.
+
+`mallopt` sets glibc's thresholds but cannot read them, and setting any ends their automatic adjustment for good. So the
+present threshold is measured first, by trial allocations, and "restored" means: set to where glibc would have moved it.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,22 @@ from typing import Any
 
 from hasten.errors import HastenError
 
-# Above the first of these sizes glibc asks the kernel for fresh pages at each malloc and pays a page fault for every
-# 4 KiB of them; free memory at the heap's end above the second goes back; the third is what the heap grows by at least.
+# Sizes in bytes. From mmap_threshold on, each malloc gets fresh pages from the kernel and pays a page fault for every
+# 4 KiB; free memory at the heap's end beyond trim_threshold is returned; the heap grows by at least top_pad.
 KEPT = {"mmap_threshold": 1 << 30, "trim_threshold": 1 << 30, "top_pad": 64 << 20}
 
 _NUMBERS = {"mmap_threshold": -3, "trim_threshold": -1, "top_pad": -2}  # M_MMAP_THRESHOLD and the like of malloc.h
-_LEAST, _MOST = 128 << 10, 32 << 20  # between which glibc moves its thresholds by itself
+_LEAST, _MOST = 128 << 10, 32 << 20  # range in which glibc adjusts its mmap threshold
 _PAGE = 4096
-_MAPPED = 2  # in a chunk's header: the kernel gave it pages of its own
-_PLUGS = 4096
+_MAPPED = 2  # flag in a chunk's header: the chunk has its own mapping (IS_MMAPPED)
+_PLUGS = 4096  # most holes that are plugged
 
 
 class Glibc:
     """The allocator of this process.
 
-    Untold, glibc raises its threshold to the largest chunk with pages of its own that was ever freed, up to 32 MiB, and
-    gives back what is free at the heap's end beyond twice that. Once told, it never moves them again.
+    By default, glibc raises its mmap threshold to the largest mapped chunk that was ever freed, up to 32 MiB, and
+    returns free memory at the heap's end beyond twice that. After the first `mallopt` it never adjusts them again.
 
     Raises:
         HastenError: The process allocates by something else, or its environment sets glibc's thresholds.
@@ -43,29 +47,29 @@ class Glibc:
         self._malloc, self._free = self._libc.malloc, self._libc.free
         self._malloc.restype, self._malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         self._free.argtypes = [ctypes.c_void_p]
-        self._untold: dict[str, int] | None = None
-        self._plugs: list[int] = []
+        self._defaults: dict[str, int] | None = None  # thresholds that stand for glibc's own behavior
+        self._plugs: list[int] = []  # chunks that fill holes in the heap
 
     def keep(self) -> None:
-        """Keep what is freed for the next tensor."""
-        if self._untold is None:
-            self._look()
+        """Keep freed memory for the next tensor."""
+        if self._defaults is None:
+            self._measure()
         else:
-            self._tell(KEPT)
+            self._set(KEPT)
         while self._plugs:
             self._free(self._plugs.pop())
 
     def give_back(self) -> None:
-        """Give back what glibc would, untold; what it kept at once."""
-        if self._untold is not None:
-            self._tell(self._untold)
+        """Return memory to the kernel as glibc does by default, starting with all that was kept."""
+        if self._defaults is not None:
+            self._set(self._defaults)
             self._trim(0)
             self._plug()
 
     def _plug(self) -> None:
-        """Take the large holes that were kept in the heap: untold, chunks of that size have pages of their own.
+        """Allocate the large holes that are left in the heap, so that large tensors get mappings again, as by default.
 
-        Nothing is written to them, so they take no memory.
+        The chunks are never written to, so they take no memory.
         """
         while len(self._plugs) < _PLUGS and (chunk := self._malloc(_MOST + _PAGE)):
             if _mapped(chunk):
@@ -73,36 +77,37 @@ class Glibc:
                 return
             self._plugs.append(chunk)
 
-    def _look(self) -> None:
-        """Find out how glibc behaves untold, and have it keep.
+    def _measure(self) -> None:
+        """Find glibc's present mmap threshold by bisection, then make it keep memory.
 
-        What it would map is found by asking. Such chunks are held until glibc is told, since freeing one moves the
-        threshold.
+        Mapped chunks are freed only after the thresholds are set, since freeing one would move the threshold.
         """
-        held = []
-        below, threshold = _LEAST - _PAGE, _MOST  # it is a whole number of pages
+        mapped = []
+        below, threshold = _LEAST - _PAGE, _MOST  # the threshold is a whole number of pages
         while threshold - below > _PAGE:
             size = (below + threshold) // 2 // _PAGE * _PAGE
             chunk = self._malloc(size)
             if chunk and _mapped(chunk):
-                held.append(chunk)
+                mapped.append(chunk)
                 threshold = size
             else:
                 self._free(chunk)
                 below = size
-        # A larger chunk that is freed later would move the threshold to itself: at 32 MiB all have been.
-        self._untold = {"mmap_threshold": _MOST, "trim_threshold": 2 * threshold, "top_pad": 128 << 10}
+        # By default the threshold would follow each larger mapped chunk that is freed. It can no longer move, so it is
+        # set to where it would end: the limit of 32 MiB.
+        self._defaults = {"mmap_threshold": _MOST, "trim_threshold": 2 * threshold, "top_pad": 128 << 10}
         try:
-            self._tell(KEPT)
+            self._set(KEPT)
         finally:
-            for chunk in held:
+            for chunk in mapped:
                 self._free(chunk)
 
-    def _tell(self, values: dict[str, int]) -> None:
+    def _set(self, values: dict[str, int]) -> None:
         for name, value in values.items():
             if not self._mallopt(_NUMBERS[name], value):
                 raise HastenError(f"glibc refuses M_{name.upper()} = {value}: older ones allow 32 MiB at most")
 
 
 def _mapped(chunk: int) -> bool:
+    """Return whether a chunk has its own mapping, by the size word with flags in front of it."""
     return bool(ctypes.c_size_t.from_address(chunk - ctypes.sizeof(ctypes.c_size_t)).value & _MAPPED)

@@ -1,4 +1,8 @@
-"""Great embedding tables that stay on the host, with their gradient and the optimizer's state."""
+"""The technique `host_embeddings`: large embedding tables stay on the host, with gradient and optimizer state.
+
+`Module._apply`, by which `model.to(...)` moves weights, is wrapped to leave large tables out. The forwards of
+embeddings are replaced by those in `rows_on_host`, which look up a batch's rows on the host.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,22 @@ _LEAST = 64  # MiB, with `true`
 
 
 class HostEmbeddings(CudaOnly):
-    """Keep great embedding tables, their gradients and optimizer state on the host; a batch's rows go to the GPU.
+    """Keep large embedding tables, their gradients and optimizer state on the host; a batch's rows go to the GPU.
 
-    Acts where a model that was built on the host is moved (`model.to("cuda")`, the Trainer): each `nn.Embedding` and
+    It acts when a model that was built on the host is moved (`model.to("cuda")`, the Trainer): each `nn.Embedding` and
     `nn.EmbeddingBag` of 64 MiB or more (a number sets another size in MiB) keeps its weight there, the same Parameter.
-    Its forward gathers the distinct rows of the batch on the host and copies them over; their gradient comes back,
-    and the script's own optimizer steps the table on the host. So any optimizer of torch's is right, momentum and
-    weight decay of rows that a batch lacks included, and state dicts and checkpoints are as without. The price of a
-    dense gradient is several passes over the whole table in the host's memory at each step; with `sparse=True`, and an
-    optimizer that takes it, only the batch's rows are touched. The table is not pinned: the GPU never reads it, only
-    the rows that were gathered from it.
+    Its forward gathers the distinct rows of the batch on the host and copies them to the GPU; their gradient is copied
+    back, and the script's own optimizer steps the table on the host. So every optimizer of torch is correct, including
+    momentum and weight decay of rows that a batch does not contain, and state dicts and checkpoints do not change. A
+    dense gradient costs several passes over the whole table in the host's memory at each step; with `sparse=True`, and
+    an optimizer that supports it, only the batch's rows are touched. The table is not pinned: the GPU never reads it,
+    only the rows that were gathered from it.
 
-    The host's kernels step the table, and its gradient is added up by row first, so results differ by rounding. Left
-    to the GPU: tables built there, modules with a forward of their own, tables that share their weight with a layer
-    there, trainings by several processes. A script must not ask the table for the device of its batches, nor read its
-    weight elsewhere on the GPU: that ends in torch's error about devices, with a note. Beside a GradScaler it ends in
-    an error. It has not been run on a GPU: its paths were tested with a CPU in the place of the GPU.
+    The host's kernels step the table, and its gradient is summed by row first, so results differ by rounding. Left on
+    the GPU are tables built there, modules with their own forward, tables that share their weight with a layer there,
+    and trainings by several processes. A script must not use the table's device to place its batches, nor read its
+    weight elsewhere on the GPU: that ends in torch's error about devices, with a note. With a GradScaler it ends in an
+    error. It has not been run on a GPU: it was tested with a CPU in place of the GPU.
     """
 
     name = "host_embeddings"
@@ -43,31 +47,31 @@ class HostEmbeddings(CudaOnly):
     example = "true"
     acts_on = "an nn.Embedding or nn.EmbeddingBag of that size that is moved to a GPU"
     device = "cuda"
-    """Type of the device that tables are kept from: tests keep them from a CPU."""
+    """Type of the device that tables are kept away from; tests set "cpu"."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._least = (_LEAST if setting is True else int(str(setting))) << 20
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._least = (_LEAST if setting is True else int(str(setting))) << 20  # bytes
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that were reported
+        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose table stayed on the host
         self._moves: list[Replaced] = []
         self._forwards: list[Replaced] = []
 
     @classmethod
     def check(cls, setting: Setting) -> str:
-        """`true`, or MiB."""
+        """Return what is wrong with a setting: true, or a size in MiB."""
         return "" if setting is True or (type(setting) is int and setting >= 1) else "must be true or a size in MiB"
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: it saves memory."""
+        """Propose nothing: it saves memory and costs time."""
         return cls.refuse_without_gpu(evidence) or Refusal(
             "it saves the GPU's memory and costs time: `host_embeddings = true` in a plan switches it on"
         )
 
     @classmethod
     def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
-        """What wants all parameters, or all gradients, on one device."""
+        """Refuse techniques that need all parameters, or all gradients, on one device."""
         if plan.get("precision") == "16-mixed":
             return 'precision = "16-mixed" looks for overflows on one device'
         if plan.get("optimizer_in_backward", False) is not False:
@@ -75,7 +79,7 @@ class HostEmbeddings(CudaOnly):
         return "compiled code cannot look up rows on the host" if plan.get("compile", False) is not False else ""
 
     def process(self) -> None:
-        """Have models leave their tables on the host when they are moved."""
+        """Wrap the function that moves models, so that it leaves tables on the host."""
         from hasten.techniques.memory.rows_on_host import LOOK_UPS, looks_up
 
         if not self._moves:
@@ -88,19 +92,19 @@ class HostEmbeddings(CudaOnly):
         gradient_access.watch_scaling(self, HostEmbeddings._scaled)
 
     def restore(self) -> None:
-        """Let models be moved whole again; tables that are on the host are still found there."""
+        """Let models be moved completely again. Tables that stayed on the host still work there, until `over`."""
         for move in self._moves:
             move.put_back()
         gradient_access.leave(self)
 
     def over(self) -> None:
-        """Put torch's own forwards back, unless a table that is still there needs ours."""
+        """Restore torch's own forwards, unless a table on the host still needs ours."""
         if not self._kept:
             for forward in self._forwards:
                 forward.put_back()
 
     def prepare(self, model: Any) -> None:
-        """Note which tables stayed on the host, and why others did not."""
+        """Report which tables stayed on the host, and why others did not."""
         from hasten.techniques.memory.rows_on_host import several_processes, table_of
 
         for path, module in model.named_modules():
@@ -119,11 +123,11 @@ class HostEmbeddings(CudaOnly):
             self._seen.add(module)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Note it for a script's model."""
+        """Report the same for a script's model."""
         self.prepare(model)
 
     def forward(self, call: Call) -> Call:
-        """Say where the table is, if the script looks for it on the GPU."""
+        """Add a note to errors about devices, which a script gets if it expects the table on the GPU."""
 
         def noting(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             try:
@@ -139,11 +143,12 @@ class HostEmbeddings(CudaOnly):
         return noting
 
     def _staying(self, plain: Any) -> Any:
-        """Return `Module._apply`, which leaves a great table on the host."""
+        """Return a `Module._apply` that leaves a large table on the host."""
         from hasten.techniques.memory.rows_on_host import several_processes, staying, table_of
 
         def _apply(module: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            weight = table_of(module, 0 if module in self._kept else self._least)  # it may be in 16 bits by now
+            # A kept table stays whatever its size: `model.half()` may have made it smaller than the limit.
+            weight = table_of(module, 0 if module in self._kept else self._least)
             if weight is not None and not several_processes():
                 stays = staying(fn, weight, self.device)
                 if stays is not fn:
@@ -156,7 +161,7 @@ class HostEmbeddings(CudaOnly):
         return _apply
 
     def _scaled(self, how: str) -> None:
-        """Refuse a GradScaler: torch (2.13) reads its scale on the host before the copy from the GPU is there."""
+        """Refuse a GradScaler: torch (2.13) reads its scale on the host before the copy from the GPU has arrived."""
         if len(self._kept):
             raise HastenError(
                 f"host_embeddings cannot act here: {how}, and torch unscales gradients on the host unsafely",

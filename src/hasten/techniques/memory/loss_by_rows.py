@@ -1,4 +1,8 @@
-"""Cross entropy of logits that are there, some rows at a time: no copy of all of them is kept for the backward."""
+"""Cross entropy of existing logits, computed some rows at a time: no copy of all of them is kept for the backward.
+
+The forward saves the logits themselves and one logsumexp per row. The backward computes softmax minus one-hot from
+them, chunk by chunk, straight into the gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NUMBERS = 2**22  # in a chunk of logits: 16 MiB in float32
+_NUMBERS = 2**22  # elements in a chunk of logits: 16 MiB in float32
 
 
 def by_rows(logits: Tensor, target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return what `F.cross_entropy` does, but for rounding.
+    """Return the loss that `F.cross_entropy` returns, except for rounding.
 
     Args:
         logits: (rows, classes).
         target: Class indices, (rows).
-        ignore_index: The target of rows that do not count.
+        ignore_index: Target of rows that do not count.
         reduction: "mean", "sum" or "none".
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     apply: Any = _ByRows.apply
     loss: Tensor = apply(logits, target, ignore_index, reduction)
@@ -26,7 +30,10 @@ def by_rows(logits: Tensor, target: Tensor, ignore_index: int, reduction: str, d
 
 
 class _ByRows(torch.autograd.Function):
-    """Keeps the logits and one number a row; plain cross entropy keeps their log-softmax, and makes two gradients."""
+    """Cross entropy that saves the logits and one number per row.
+
+    Plain cross entropy saves their log-softmax, and its backward makes two tensors of that size.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -36,7 +43,7 @@ class _ByRows(torch.autograd.Function):
         total = torch.empty(len(logits), dtype=wide, device=logits.device)
         for part in _parts(logits):
             total[part] = logits[part].to(wide).logsumexp(1)
-        total[total == torch.inf] = torch.nan  # as log_softmax makes of a row with an infinite logit
+        total[total == torch.inf] = torch.nan  # log_softmax gives NaN for a row with an infinite logit
         losses = (total - _picked(logits, index).squeeze(1).to(wide)).where(counts, 0)
         count = counts.sum()
         scale = (1 / count if reduction == "mean" else torch.ones((), device=logits.device)).to(wide)
@@ -54,13 +61,14 @@ class _ByRows(torch.autograd.Function):
             )
         try:
             logits, index, total, counts, scale = ctx.saved_tensors
-        except RuntimeError as error:  # changed in place behind the loss
+        except RuntimeError as error:  # the logits were changed in place after the loss
             error.add_note(
                 "hasten: raised by the technique chunked_loss, which keeps the logits themselves where F.cross_entropy"
                 " keeps a copy. Change them out of place, or take chunked_loss out of the plan."
             )
             raise
-        # Behind the division: where no row counts, gradients are 0 and not NaN.
+        # `where` comes after the multiplication: if no row counts, `scale` is infinite, and gradients must be 0, not
+        # NaN.
         each = (grad_outputs[0].to(total.dtype) * scale).expand_as(total).where(counts, 0).unsqueeze(1)
         gradient = torch.empty_like(logits)
         for part in _parts(logits):
@@ -74,7 +82,8 @@ def _picked(logits: Tensor, index: Tensor) -> Tensor:
     """Return the logits of the targets.
 
     Raises:
-        IndexError: A target is no class; in the words of F.cross_entropy. On a GPU it ends as torch's own does there.
+        IndexError: A target is not a class, with F.cross_entropy's message. On a GPU it fails as torch's own does
+        there.
     """
     try:
         return logits.gather(1, index)
@@ -86,5 +95,6 @@ def _picked(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def _parts(logits: Tensor) -> list[slice]:
+    """Return slices of rows, each of at most `_NUMBERS` elements, but of at least one row."""
     rows, size = logits.shape[0], max(1, _NUMBERS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, rows, size)]

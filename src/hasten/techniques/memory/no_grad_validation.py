@@ -1,4 +1,4 @@
-"""Validation without graphs."""
+"""The technique `no_grad_validation`: forwards in eval mode without activations, for scripts that forgot `no_grad`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 
-_TRACKING = 75e-6  # seconds a layer that noting what a repeated forward needs takes, on a CPU
-_AT_MOST = 0.1  # of a batch of validation
-_KEEPS = 2  # first forwards in eval mode that keep all until their end
+_TRACKING = 75e-6  # seconds per layer that recording what a repetition needs takes, on a CPU
+_AT_MOST = 0.1  # largest share of a validation batch's time that the recording may take
+_KEEPS = 2  # number of first eval-mode forwards that keep all activations until their end
 
 
 class NoGradValidation(Technique):
-    """Forwards of a model in eval mode keep no activations: their graph stays, but for its memory.
+    """Keep no activations in a model's eval-mode forwards: graphs are still built, but without their memory.
 
     A graph without activations looks the same to the script, and the same kernels run. If a backward goes through one
-    after all (consistency training, adversarial examples, EWC), the forward runs again just as it was and the gradient
-    is the same to the bit; the model is left alone from there on. Where that is not possible since a weight changed in
-    between, the backward ends in an error. So is a forward left alone whose input wants a gradient. A model counts as
-    validating once it has been trained in train mode. The Trainer validates without graphs anyway.
+    after all (consistency training, adversarial examples, EWC), the forward is repeated exactly and the gradient is the
+    same to the bit; the model is left alone from then on. If that is impossible because a weight has changed in
+    between, the backward ends in an error. Forwards whose input requires a gradient are left alone too. A model counts
+    as validating once it has been trained in train mode. The Trainer validates without graphs anyway.
     """
 
     name = "no_grad_validation"
@@ -29,11 +29,11 @@ class NoGradValidation(Technique):
     relieves = Resource.VALIDATION
     sources = ("Falcon, tip 3", "Lin, tip 12", "Kuhn, tip 17")
     acts_on = "a model in eval mode"
-    liveness = Liveness.STEP  # all it does is in `forward`; graphs that it left are whole
+    liveness = Liveness.STEP  # it acts in `forward` only; graphs made before a switch stay valid
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """On where eval-mode forwards built graphs that nobody used, and are long beside what it notes of each."""
+        """Propose it if eval-mode forwards built graphs that nobody used, and take long compared with its overhead."""
         if isinstance(count := unused_graphs(evidence), Refusal):
             return count
         layers = max(sum(model.layers.values()) for model in evidence.models if model.eval_calls_with_graph)
@@ -47,11 +47,11 @@ class NoGradValidation(Technique):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # were in train mode once
-        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()  # are differentiated in eval mode
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()  # models that ran in train mode once
+        self._alone: weakref.WeakSet[Any] = weakref.WeakSet()  # models that are left alone
 
     def forward(self, call: Call) -> Call:
-        """Keep no activations in eval mode."""
+        """Drop the activations of eval-mode forwards."""
         import torch
         from torch.compiler import is_compiling
         from torch.utils._pytree import tree_iter
@@ -68,22 +68,23 @@ class NoGradValidation(Technique):
             if not grad_enabled() or module not in self._trained or module in self._alone or is_compiling():
                 return call(module, args, kwargs)
             if any(getattr(part, "requires_grad", False) for part in tree_iter((args, kwargs))):
-                return call(module, args, kwargs)  # somebody differentiates for the input: a GAN, an attack
+                return call(module, args, kwargs)  # differentiated with respect to the input: a GAN, an attack
             repeatable = known.get(module)
             if repeatable is None:
                 repeatable = known[module] = self._repeatable(module)
-            return repeatable.run(module, lambda *given, **named: call(module, given, named), args, kwargs)
+            return repeatable.run(module, lambda *args, **kwargs: call(module, args, kwargs), args, kwargs)
 
         return validating
 
     def _repeatable(self, module: Any) -> Any:
+        """Return the `Repeatable` of a model, which gives the model up when a backward reaches it."""
         from hasten.techniques.recompute.forward import Repeatable
 
-        itself, kind = weakref.ref(module), type(module).__name__
+        module_ref, kind = weakref.ref(module), type(module).__name__
         self.did("model")
 
         def left_alone(reason: str = "a backward goes through it in eval mode") -> None:
-            if (module := itself()) is not None and module not in self._alone:
+            if (module := module_ref()) is not None and module not in self._alone:
                 self._alone.add(module)
                 self.let_go(f"{kind}: {reason}")
 
@@ -91,7 +92,7 @@ class NoGradValidation(Technique):
 
 
 def unused_graphs(evidence: Evidence) -> int | Refusal:
-    """How many forwards in eval mode built a graph that nobody used; or why none can be told to."""
+    """Return the number of eval-mode forwards whose graph nobody used, or a refusal if there are none for certain."""
     with_graph = sum(model.eval_calls_with_graph for model in evidence.models)
     if not any(model.eval_calls for model in evidence.models):
         return Refusal("no forward in eval mode was seen")
@@ -105,7 +106,7 @@ def unused_graphs(evidence: Evidence) -> int | Refusal:
 
 
 def _seconds_of_validation(evidence: Evidence) -> float:
-    """Seconds a batch behind the first of each pass; 0 where no pass was seen."""
-    passes = [one for one in evidence.passes if not one.trained and one.batches > 1]
-    batches = sum(one.batches - 1 for one in passes)
-    return sum(one.end - one.first for one in passes) / batches if batches else 0.0
+    """Return the seconds per validation batch, without the first batch of each pass; 0 if no pass was seen."""
+    passes = [validation for validation in evidence.passes if not validation.trained and validation.batches > 1]
+    batches = sum(validation.batches - 1 for validation in passes)
+    return sum(validation.end - validation.first for validation in passes) / batches if batches else 0.0

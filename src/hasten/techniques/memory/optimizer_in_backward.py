@@ -1,4 +1,8 @@
-"""Each parameter stepped within the backward, as soon as its gradient is there, which is dropped then."""
+"""The technique `optimizer_in_backward`: step each parameter in the backward, and drop its gradient at once.
+
+This file decides whether that is safe and wraps the optimizer's step. `step_in_backward` makes the steps and puts
+stand-ins in place of gradients; `weights_at_rest` watches that nobody touches stepped weights before the script's step.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,19 @@ _STEPS_OTHERWISE = ("lr_scale", "batch_scale", "schedule")
 
 
 class OptimizerInBackward(Technique):
-    """Step each parameter within the backward and drop its gradient, so that all gradients are never there at once.
+    """Step each parameter within the backward and drop its gradient, so that gradients never all exist at once.
 
-    The same bits, with less memory by about the size of the parameters, for optimizers of torch's that step each
-    parameter by itself. The optimizer stays one: groups, state, schedules and checkpoints are as without. A `grad` is
-    an empty stand-in afterwards: what computes with it ends in an error (clipping, norms, accumulation over several
-    backwards, zeros in place), never in another number. So does a step whose gradients were dropped or replaced
-    (`p.grad = None`, `zero_grad` to skip a bad batch), a second step, changed rates, and whatever reads, saves or
-    writes the weights between a backward and its step (an average, a checkpoint, a forward), or again within it once
-    they are stepped. Blocks computed again by torch's `checkpoint` are equal. Not noticed there: another thread, and
-    numpy arrays over the weights' memory that were made earlier.
+    The results are the same bits, and memory shrinks by about the size of the parameters, for torch's optimizers that
+    step each parameter independently. It remains one optimizer: groups, state, schedules and checkpoints do not change.
+    Afterwards each `grad` is an empty stand-in: whatever computes with it ends in an error (clipping, norms,
+    accumulation over several backwards, zeroing in place), never in another number. An error also follows a step whose
+    gradients were dropped or replaced (`p.grad = None`, `zero_grad` to skip a bad batch), a second step, changed rates,
+    and any read, save or write of the weights between a backward and its step (an average, a checkpoint, a forward), or
+    within the backward once they are stepped. Blocks recomputed by torch's `checkpoint` give equal results. Not noticed
+    there are other threads, and numpy arrays over the weights' memory that were made earlier.
 
-    Left alone, with a line that says why: several optimizers, closures, hooks on the step, loss scaling
-    (`GradScaler`), several processes. The Trainer has it as a flag.
+    Left alone, with a line that says why, are scripts with several optimizers, closures, hooks on the step, loss
+    scaling (`GradScaler`) or several processes. The Trainer has it as a flag.
     """
 
     name = "optimizer_in_backward"
@@ -47,39 +51,39 @@ class OptimizerInBackward(Technique):
         super().__init__(setting)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: Stepped | None = None
-        self._began = False
-        self._alone = ""  # why nothing is stepped in the backward from here on
+        self._began = False  # whether a backward has stepped parameters
+        self._alone = ""  # why nothing is stepped in backwards any more
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
-        """None by itself: it saves memory."""
+        """Propose nothing: it saves memory, and no time."""
         return Refusal("it saves memory, and no time: `hasten tune --memory SIZE` tries it")
 
     @classmethod
     def clashes(cls, setting: Setting, plan: Mapping[str, Setting]) -> str:
-        """What acts within the optimizer's step, or on all gradients before it."""
+        """Refuse techniques that act within the optimizer's step, or on all gradients before it."""
         if plan.get("precision") == "16-mixed":
             return 'precision = "16-mixed" looks for overflows in all gradients before the optimizer steps'
         inside = next((name for name in _STEPS_OTHERWISE if plan.get(name, False) is not False), "")
         return f"{inside} acts within the optimizer's step, which is not called then" if inside else ""
 
     def process(self) -> None:
-        """Notice a script that scales its loss: its gradients are scaled when the backward would step by them."""
+        """Watch for a script that scales its loss: the backward would step by gradients that are still scaled."""
         gradient_access.watch_scaling(self, OptimizerInBackward._leave)
 
     def restore(self) -> None:
-        """Notice nothing more."""
+        """Stop watching."""
         gradient_access.leave(self)
 
     def over(self) -> None:
-        """Leave the backward and the optimizer's step as they were."""
+        """Return to plain backwards and steps, and forget the optimizers."""
         if self._stepped is not None:
             self._stepped.over()
             self._stepped = None
         self._optimizers.clear()
 
     def optimizer(self, optimizer: Any) -> None:
-        """Have the backward step its parameters; the step behind it then finds no gradient."""
+        """Let backwards step this optimizer's parameters; the script's own step then finds no gradients."""
         from hasten.techniques.memory.step_in_backward import Stepped, noting, why_not
 
         self._optimizers.add(optimizer)
@@ -102,11 +106,11 @@ class OptimizerInBackward(Technique):
                 self._leave("the optimizer's step gets a closure")
             return stepped.step(functools.partial(plain, *args, **kwargs), has_closure)
 
-        optimizer.step = types.MethodType(step, optimizer)  # a method, as a schedule that wraps it in its turn expects
+        optimizer.step = types.MethodType(step, optimizer)  # LR schedulers wrap `step` too, and expect a bound method
         self.did("optimizer")
 
     def backward(self, call: Call) -> Call:
-        """See to it that nobody touches what a backward has stepped, until the step behind it."""
+        """Watch, from each backward to the script's step, that nobody touches the stepped weights."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._stepped is None:
@@ -116,9 +120,9 @@ class OptimizerInBackward(Technique):
         return watched
 
     def forward(self, call: Call) -> Call:
-        """Refuse a forward of weights that a backward has stepped, before the script's own step.
+        """Raise an error for a forward between a backward and the script's step: its weights are those after the step.
 
-        Within a backward it is a recomputation, which may well come before its weights are stepped.
+        A forward within a backward is a recomputation, and allowed here: it may come before its weights are stepped.
         """
         import torch
 
@@ -134,7 +138,7 @@ class OptimizerInBackward(Technique):
         return in_order
 
     def _may_begin(self, optimizer: Any, seen: bool) -> bool:
-        """Look, before anything is stepped, at what is only known now."""
+        """Return whether a backward may step; test what is known only when the first gradient arrives."""
         import torch
 
         from hasten.techniques.memory.step_in_backward import why_not
@@ -155,7 +159,7 @@ class OptimizerInBackward(Technique):
         return not self._alone
 
     def _leave(self, why: str) -> None:
-        """Step no more in the backward. A step that is due is still made by the script's own."""
+        """Stop stepping in backwards. If a backward has stepped already, the script's step still completes it."""
         if self._alone:
             return
         self._alone = why
@@ -165,6 +169,7 @@ class OptimizerInBackward(Technique):
         self.let_go(why)
 
     def _at_the_end(self) -> None:
+        """Warn, when the process exits, of a backward without a step."""
         if self._stepped is not None and self._stepped.pending:
             messages.tell(
                 "hasten: optimizer_in_backward: the last backward had no step behind it, and was stepped: weights that "

@@ -1,4 +1,4 @@
-"""Forwards of embeddings whose table is on the host: the rows of a batch are gathered there and go to the device."""
+"""Forwards of embeddings whose table is on the host: gather a batch's rows there, and copy them to the device."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ LOOK_UPS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 
 
 def table_of(module: Any, least: int) -> Tensor | None:
-    """Return the weight of a module that may stay on the host; None: it is none of torch's embeddings, or small.
+    """Return the weight of a module if it may stay on the host; None if it is small, or no table of torch's embeddings.
 
     Args:
         module: Any module.
-        least: Size of a table in bytes, from which on it counts.
+        least: Smallest size in bytes of a table that may stay.
     """
     kind = next((kind for kind in LOOK_UPS if isinstance(module, kind)), None)
-    weight = None if kind is None else module._parameters.get("weight")  # none where it is computed (parametrize)
+    weight = None if kind is None else module._parameters.get("weight")  # None if it is computed (parametrize)
     if kind is None or type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         return None
-    own = type(module).forward is not kind.forward or "forward" in vars(module)  # nobody knows what that does with it
-    odd = module.scale_grad_by_freq and module.sparse  # torch refuses it in the backward
-    return None if own or odd or weight.nbytes < least else weight
+    own = type(module).forward is not kind.forward or "forward" in vars(module)  # may do anything with the weight
+    unsupported = module.scale_grad_by_freq and module.sparse  # torch refuses this combination in the backward
+    return None if own or unsupported or weight.nbytes < least else weight
 
 
 def several_processes() -> bool:
-    """Whether other processes train with this one; torchrun says so before they have met."""
+    """Return whether other processes train with this one. Without a process group, torchrun's WORLD_SIZE tells."""
     distributed = torch.distributed
-    met = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() > 1 if met else os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    initialized = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() > 1 if initialized else os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
 def staying(fn: Callable[[Tensor], Tensor], weight: Tensor, device: str) -> Callable[[Tensor], Tensor]:
-    """Return what a module's `_apply` is to do in place of `fn`: keep the table where it is, but not its type.
+    """Return a replacement for the `fn` of `Module._apply` that leaves the table on the host, but converts its dtype.
 
     Args:
-        fn: What converts each tensor: that of `module.to(...)`.
+        fn: Converts each tensor; made by `module.to(...)`.
         weight: The table.
-        device: Type of the device that it is kept from; where `fn` brings it elsewhere, that is done.
+        device: Type of the device that the table is kept away from. An `fn` that moves to another device is returned
+            unchanged.
     """
-    moved = fn(torch.empty(0, dtype=weight.dtype, device="cpu"))  # of no size: it says where to, and to which type
+    moved = fn(torch.empty(0, dtype=weight.dtype, device="cpu"))  # an empty probe, to learn fn's device and dtype
     if weight.device.type != "cpu" or moved.device.type != device:
         return fn
     gradient = weight.grad
@@ -56,11 +57,11 @@ def staying(fn: Callable[[Tensor], Tensor], weight: Tensor, device: str) -> Call
 
 
 def looks_up(plain: Any, device: str) -> Any:
-    """Return the forward of `nn.Embedding` and `nn.EmbeddingBag` that finds a table on the host.
+    """Return a forward for `nn.Embedding` and `nn.EmbeddingBag` that also looks up rows in a table on the host.
 
     Args:
-        plain: torch's own, called where table and indices are together.
-        device: Type of the device whose indices look up rows on the host.
+        plain: torch's own, called if table and indices are on the same device.
+        device: Type of the device on which the indices of host tables are.
     """
 
     def forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -71,22 +72,22 @@ def looks_up(plain: Any, device: str) -> Any:
     return forward
 
 
-# Which rows a batch needs is not known before it is there.
+# The number of distinct rows depends on the batch's values, which a compiled graph cannot know.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _from_host(
     module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
-    """Look up a batch: (*) -> (*, columns), or bags -> (bags, columns)."""
+    """Look up a batch whose indices are on the device: (*) -> (*, columns), or bags -> (bags, columns)."""
     unique, places = torch.unique(input, return_inverse=True)
     on_host = unique.cpu()
-    rows = F.embedding(  # its gradient is the table's, on the host: as large as that, or sparse
+    rows = F.embedding(  # the table's gradient is made here, on the host: as large as the table, or sparse
         on_host, module.weight, module.padding_idx, module.max_norm, module.norm_type, False, module.sparse
     ).to(input.device)
     if isinstance(module, nn.Embedding):
         return F.embedding(places, rows, scale_grad_by_freq=module.scale_grad_by_freq)
     padding = None if module.padding_idx is None else (on_host == module.padding_idx).nonzero().flatten().tolist()
     return F.embedding_bag(
-        places.to(input.dtype),  # that of the offsets
+        places.to(input.dtype),  # the offsets' dtype, as embedding_bag requires
         rows,
         offsets,
         scale_grad_by_freq=module.scale_grad_by_freq,

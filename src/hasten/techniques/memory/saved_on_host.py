@@ -1,4 +1,4 @@
-"""Tensors that autograd saves in a forward, kept on the host until the backward asks for them."""
+"""Saved-tensor hooks that keep what autograd saves in a forward on the host until the backward asks for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 LEAST = 1 << 20  # bytes: smaller tensors are not worth a copy
-_ALIGNED = 16  # bytes: of a tensor that lies otherwise, a kernel may take another way through the copy
+_ALIGNED = 16  # bytes: on a tensor at another address, a kernel may take another path than on its aligned copy
 _detach = torch._C.TensorBase.detach
 
 
@@ -19,20 +19,21 @@ class OnHost(saved_tensors_hooks):
 
     Args:
         device: Type of the device whose tensors are moved.
-        module: Whose parameters and buffers stay: they are there anyway.
+        module: The module; its parameters and buffers stay, since they exist anyway.
         given: Its arguments, which stay for the same reason.
     """
 
     def __init__(self, device: str, module: torch.nn.Module, given: Any) -> None:
         super().__init__(self._pack, _unpack)
         self._device = device
-        held = [*module.parameters(), *module.buffers(), *tree_iter(given)]
-        self._stays = {_memory_of(one) for one in held if _is_plain(one)}
+        existing = [*module.parameters(), *module.buffers(), *tree_iter(given)]
+        self._stays = {_memory_of(tensor) for tensor in existing if _is_plain(tensor)}
 
     def _pack(self, tensor: Tensor) -> _Here | _Away:
         return _Away(tensor) if self._is_moved(tensor) else _Here(tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
+        """Return whether a saved tensor is moved: it is large, not there anyway, and can be restored exactly."""
         return (
             _is_plain(tensor)
             and tensor.device.type == self._device
@@ -46,7 +47,7 @@ class OnHost(saved_tensors_hooks):
 
 
 class _Here:
-    """A tensor that stays. Detached: an output that a graph keeps would keep the graph in turn."""
+    """A saved tensor that stays on its device, detached: an output in its own graph would keep the graph alive."""
 
     __slots__ = ("tensor", "version")
 
@@ -55,7 +56,11 @@ class _Here:
         self.version = tensor._version
 
     def back(self) -> Tensor:
-        """Return it, unless it was changed meanwhile: autograd itself does not look under hooks."""
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: It was changed in place since. autograd does not check that for tensors saved through hooks.
+        """
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -66,10 +71,10 @@ class _Here:
 
 
 class _Away:
-    """A tensor whose numbers are on the host.
+    """A saved tensor that was copied to the host.
 
-    Both copies are made in the stream of the forward: what is computed later, and memory that is given to another
-    tensor, come behind them.
+    Both copies are made in the forward's stream. So later kernels wait for them, and so does the reuse of the tensor's
+    memory for another tensor.
     """
 
     __slots__ = ("device", "host", "stride")
@@ -80,7 +85,7 @@ class _Away:
         self.host.copy_(_detach(tensor), non_blocking=True)
 
     def back(self) -> Tensor:
-        """Return a tensor as it was, on its device."""
+        """Return the tensor with its former strides, on its device."""
         host = self.host
         return torch.empty_strided(host.shape, self.stride, dtype=host.dtype, device=self.device).copy_(
             host, non_blocking=True
@@ -100,7 +105,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements may lie at one place, as those of `expand` do."""
+    """Return whether two elements may share a memory location, as after `expand`."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

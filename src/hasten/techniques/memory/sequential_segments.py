@@ -1,4 +1,4 @@
-"""Checkpoints a long `nn.Sequential` in about sqrt(n) segments, each of which keeps its input only."""
+"""Checkpoint a long `nn.Sequential` in about sqrt(n) pieces, each of which keeps only its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.techniques.memory.standing_forward import StandingForward
 
-_LEAST = 4  # entries: of fewer, a piece would be one of them
+_LEAST = 4  # entries: with fewer, each piece would be a single entry
 
 
 def long_sequentials(model: Any) -> list[Any]:
@@ -20,17 +20,21 @@ def long_sequentials(model: Any) -> list[Any]:
     from torch.nn import Sequential
 
     if isinstance(model, Sequential) and type(model).forward is Sequential.forward:
-        own = vars(model).get("forward")  # of somebody else: its course is not known
+        own = vars(model).get("forward")  # if somebody else has replaced it, it may do anything
         if isinstance(own, CheckpointedSegments):
             return [model]
         if own is None and len(model) >= _LEAST and any(True for _ in model.parameters()):
             return [model]
-    found = {id(inner): inner for child in model.children() for inner in long_sequentials(child)}
-    return list(found.values())
+    sequentials = {id(inner): inner for child in model.children() for inner in long_sequentials(child)}
+    return list(sequentials.values())
 
 
 def cuts(entries: list[Any]) -> list[int]:
-    """Return where pieces begin. An entry that works in place stays with the one before it, whose output it changes."""
+    """Return the indices at which pieces begin.
+
+    An in-place entry stays in the piece of the entry before it: otherwise it would change its own piece's input, which
+    the repetition needs unchanged.
+    """
     size = math.ceil(len(entries) / round(math.sqrt(len(entries))))
     begins = [0]
     for place in range(size, len(entries)):
@@ -40,34 +44,34 @@ def cuts(entries: list[Any]) -> list[int]:
 
 
 class CheckpointedSegments(StandingForward):
-    """A Sequential's forward that is run again piece by piece.
+    """Stand-in for a Sequential's `forward`, stored in its `__dict__`, as `Checkpointed` is for a block's.
 
     The last piece keeps its activations: its backward comes first, when nothing else has been freed yet.
 
     Args:
         owner: The Sequential.
-        repeatable: Makes what runs pieces again, of one of them.
-        is_on: Whether pieces are run again at all now.
+        repeatable: Returns the `Repeatable` of a piece.
+        is_on: Returns whether the technique is on.
     """
 
     def __init__(self, owner: Any, repeatable: Callable[[Any], Any], is_on: Callable[[], bool]) -> None:
-        self._owner = weakref.ref(owner)  # it holds this: a model that the script drops is freed at once, as without
+        self._owner = weakref.ref(owner)  # weak, since the owner refers to this: see `Checkpointed`
         self._repeatable, self._is_on = repeatable, is_on
-        self._cut: tuple[Any, ...] = ()
-        self._pieces: list[tuple[Any, Any]] = []
+        self._cut: tuple[Any, ...] = ()  # the entries of which the pieces were made
+        self._pieces: list[tuple[Any, Any]] = []  # pieces with their `Repeatable`
 
     @property
     def owner(self) -> Any:
-        """The Sequential in whose `__dict__` this stands."""
+        """The Sequential whose forward this replaces."""
         return self._owner()
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The forward in whose place this stands."""
+        """The replaced forward."""
         return functools.partial(type(self.owner).forward, self.owner)
 
     def __call__(self, input: Any) -> Any:
-        """The Sequential's forward, piece by piece."""
+        """Run the Sequential piece by piece, and let the backward repeat all pieces but the last."""
         import torch
 
         if not self._is_on() or not self.owner.training or not torch.is_grad_enabled():
@@ -75,7 +79,7 @@ class CheckpointedSegments(StandingForward):
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return self.forward(input)
         entries = tuple(self.owner)
-        if entries != self._cut:  # at first, and where a script has changed them since
+        if entries != self._cut:  # the first time, and after a script has changed the entries
             self._cut = entries
             self._pieces = [(piece, self._repeatable(piece)) for piece in _pieces(list(entries))]
         for piece, repeatable in self._pieces[:-1]:

@@ -1,4 +1,10 @@
-"""Parameters stepped one at a time within a backward, and what stands in for a gradient that is gone."""
+"""Step parameters one at a time within a backward, and replace their gradients by stand-ins.
+
+A hook on each parameter runs when its gradient is complete: it steps the parameter (`OneByOne`) and puts a
+`SpentGradient` into its `grad`. The script's own `optimizer.step` then finds no gradients; before it runs, `Stepped`
+verifies that gradients, weights and options are as the backward left them. In between, `AtRest` forbids to touch
+stepped weights. Invariant: a script that would see another number than without the technique gets an error instead.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +20,23 @@ from hasten.errors import HastenError
 from hasten.evidence.facts import caller
 from hasten.techniques.memory.weights_at_rest import AtRest, others_on
 
-# These compute each parameter's step from that parameter alone: its gradient, its state, its group's options.
+# Optimizers that compute a parameter's step from that parameter alone: its gradient, its state, its group's options.
 BY_ITSELF = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor",
 )  # fmt: skip
 
-# Under `hasten check`: by a parameter's id, its value before the step and its gradient, which are gone when the
-# witness looks. None: nobody looks, so nothing is kept.
+# Under `hasten check`: id of a parameter -> its value before the step, and its gradient; neither exists any more when
+# the witness compares them. None if nobody compares, so that nothing is kept.
 looked_into: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
-# Techniques that note each failure in the run's evidence: a script may swallow the error.
+# Techniques that record each failure in the run's evidence, since a script may swallow the error.
 noting: weakref.WeakSet[Any] = weakref.WeakSet()
 
-_MOVES = ("aten::_to_copy", "aten::clone", "aten::detach", "aten::alias")
+_MOVES = ("aten::_to_copy", "aten::clone", "aten::detach", "aten::alias")  # operations that a stand-in survives
 
 
 def why_not(optimizer: Any) -> tuple[str, str]:
-    """Return why an optimizer cannot step one parameter at a time, and what to do; empty where it can."""
+    """Return why an optimizer cannot step one parameter at a time, and what to do; two empty strings if it can."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim") or kind.__name__ not in BY_ITSELF:
         return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(BY_ITSELF)}"
@@ -44,7 +50,7 @@ def why_not(optimizer: Any) -> tuple[str, str]:
 
 
 def _hooks_on_all_steps() -> bool:
-    """Return whether others than hasten listen to the steps of all optimizers."""
+    """Return whether hooks other than hasten's are registered for the steps of all optimizers."""
     from torch.optim import optimizer
 
     hooks = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
@@ -52,30 +58,32 @@ def _hooks_on_all_steps() -> bool:
 
 
 class OneByOne:
-    """Steps single parameters of an optimizer, which stays one: its groups, its state, its schedules.
+    """Step single parameters of an optimizer, by swapping in a group with that parameter alone.
+
+    It remains one optimizer, with its groups, state and schedules.
 
     Args:
-        optimizer: One for which `why_not` has nothing to say.
+        optimizer: An optimizer for which `why_not` returns no reason.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         step = type(optimizer).step
-        # Without torch's wrapper around it: hooks that listen to all steps hear of the script's own alone.
+        # Without torch's profiling wrapper, so that hooks on all steps are called for the script's own step only.
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._lock = threading.Lock()  # parameters on several devices have backwards in several threads
+        self._lock = threading.Lock()  # autograd runs the backward of each device in a thread of that device
         self._groups: dict[int, dict[str, Any]] = {}
 
     def begin(self) -> None:
-        """Look which group each parameter is in, at the first gradient of a step: a script may have moved it."""
-        self._groups = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
+        """Read each parameter's group. Called at the first gradient of each step, as a script may move parameters."""
+        self._groups = {id(parameter): group for group in self._optimizer.param_groups for parameter in group["params"]}
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Return whether a parameter is in one of the optimizer's groups."""
         return id(parameter) in self._groups
 
     def step(self, parameter: torch.Tensor) -> None:
-        """Step one parameter by its gradient and the options of its group."""
+        """Step one parameter with its gradient and the options of its group."""
         optimizer = self._optimizer
         with self._lock:
             groups = optimizer.param_groups
@@ -87,10 +95,10 @@ class OneByOne:
 
 
 class SpentGradient(torch.Tensor):
-    """Stands in a parameter's `grad` once it was stepped: shape and type, no memory.
+    """Stand-in for the `grad` of a parameter that was stepped: it has shape and dtype, but no memory.
 
-    Whatever computes with it (clipping, a norm, a second backward that adds to it) ends in an error; it may be moved,
-    as `model.cpu()` moves gradients along.
+    Whatever computes with it (clipping, a norm, a second backward that adds to it) ends in an error. It may be moved
+    and converted, since `model.cpu()` does that with gradients.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -105,12 +113,12 @@ class SpentGradient(torch.Tensor):
         raise failure("the script looks at a gradient")
 
     def _becomes(self, other: Any) -> None:
-        if type(other) is not SpentGradient:  # one that was moved, as `model.double()` does
+        if type(other) is not SpentGradient:  # `model.double()` assigns a converted stand-in: that is allowed
             self._is_looked_at()
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
 
     data = property(_is_looked_at, _becomes)
-    # What reads memory past the dispatcher.
+    # Methods that read memory without calling the dispatcher.
     numpy = tolist = __array__ = data_ptr = untyped_storage = _is_looked_at
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
@@ -135,7 +143,10 @@ _MEANS = {
 
 
 def failure(why: str) -> HastenError:
-    """Return the error for a script that needs what the backward has changed, say it, and note it in the evidence."""
+    """Return the error for a script that needs a gradient or weight that the backward has changed.
+
+    Also tell the user, and record the failure in the evidence.
+    """
     where = f" ({place})" if (place := caller()) else ""
     error = HastenError(
         f"hasten: optimizer_in_backward: {why}, but the backward has stepped already{where}",
@@ -152,9 +163,12 @@ class Stepped:
     """One optimizer whose parameters the backward steps.
 
     Args:
-        optimizer: One for which `why_not` has nothing to say.
-        may_begin: Asked before the first parameter of each step is stepped, with whether the backward's begin was
-            seen; False leaves the training as it is.
+        optimizer: An optimizer for which `why_not` returns no reason.
+        may_begin: Called before the first parameter of each step, with whether the start of the backward was seen. If
+            it returns False, nothing is stepped in backwards any more.
+
+    Attributes:
+        pending: Whether a backward has stepped parameters and the script's step is due.
     """
 
     def __init__(self, optimizer: Any, may_begin: Callable[[bool], bool]) -> None:
@@ -162,9 +176,9 @@ class Stepped:
         self._one_by_one = OneByOne(optimizer)
         self._at_rest = AtRest(_touched)
         self._options: list[dict[str, Any]] = []
-        self._done: dict[int, _Done] = {}  # by the parameter's id, since the last step of the script's own
+        self._done: dict[int, _Done] = {}  # id of a parameter -> its record, since the script's last step
         self.pending = False
-        self._states = 0  # of the optimizer, when the backward began
+        self._states = 0  # number of states in the optimizer when the backward began
         self._begins = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -172,7 +186,7 @@ class Stepped:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
                         self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
-        except BaseException:  # one that takes no hooks, as lazy ones do not: none has one then
+        except BaseException:  # a parameter that takes no hooks, such as a lazy one: remove the other hooks too
             self.end()
             raise
         optimizer.register_state_dict_pre_hook(self._saved)
@@ -184,22 +198,22 @@ class Stepped:
         return any(id(parameter) in own for parameter in module.parameters())
 
     def end(self) -> None:
-        """Leave the next backwards alone. Spent gradients stay: what adds to them must fail, and not begin at 0."""
+        """Step nothing in later backwards. Stand-ins remain: adding to them must fail rather than start at 0."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def over(self) -> None:
-        """Leave all alone, what is due too."""
+        """Step nothing any more, and drop a pending step's records."""
         self.end()
         self.pending, self._done = False, {}
         self._at_rest.end()
 
     def backward(self, call: Callable[[], Any]) -> Any:
-        """Run a backward; until the step behind it nobody may touch what it has stepped."""
-        if self._at_rest.open:  # within another one, or a second one before the step
+        """Run a backward, and watch the stepped weights until the script's step."""
+        if self._at_rest.open:  # a backward within another, or a second one before the step
             return call()
-        if others_on() or not self._handles:
+        if others_on() or not self._handles:  # unwatched: with another mode on, `may_begin` will refuse
             return call()
         self._at_rest.begin()
         try:
@@ -211,10 +225,10 @@ class Stepped:
                 self._at_rest.end()
 
     def step(self, plain: Callable[[], Any], has_closure: bool = False) -> Any:
-        """Make the script's own step, for what the backward has not stepped.
+        """Make the script's own step, for parameters that the backward has not stepped.
 
         Raises:
-            HastenError: Gradients, weights or options were changed behind the backward, which stepped by the former.
+            HastenError: Gradients, weights or options were changed after the backward, which stepped with the old ones.
         """
         spent = [
             (parameter, parameter.grad)
@@ -242,7 +256,7 @@ class Stepped:
                 looked_into.clear()
 
     def _changed(self, has_closure: bool) -> str:
-        """Return what the script has changed since the backward, which its step would have taken into account."""
+        """Return what the script has changed since the backward that its step would have used; "" for nothing."""
         if not self.pending:
             return ""
         if has_closure:
@@ -251,23 +265,24 @@ class Stepped:
             return "options of the optimizer are changed between the backward and its step"
         if why := why_not(self._optimizer)[0]:
             return why
-        if any(one.parameter.grad is not one.stand_in for one in self._done.values()):
+        if any(done.parameter.grad is not done.stand_in for done in self._done.values()):
             return "a gradient was dropped or replaced between the backward and its step"
-        if any(one.is_changed() for one in self._done.values()):
+        if any(done.is_changed() for done in self._done.values()):
             return "weights are written between the backward and its step"
         return ""
 
     def _stale(self, spent: list[tuple[Any, Any]]) -> str:
-        """Return what is wrong with stand-ins that this step would have used."""
+        """Return what is wrong with stand-ins of an earlier backward, which this step would use; "" for nothing."""
         stale = any(id(parameter) not in self._done for parameter, _ in spent)
         return "a step uses a gradient of an earlier backward again (a second step, or no zero_grad)" if stale else ""
 
     def _saved(self, *_: Any) -> None:
+        """Refuse to save or load the optimizer's state before the script's step."""
         if self.pending:
             raise failure("the optimizer's state is saved or loaded between a backward and its step")
 
     def _begin(self) -> bool:
-        """Look, before the first parameter of a step is stepped, whether it may be; return whether it may."""
+        """Return whether parameters may be stepped; at the first parameter of a step, find out and prepare."""
         with self._begins:
             if self.pending or not self._handles:
                 return self.pending and bool(self._handles)
@@ -280,6 +295,7 @@ class Stepped:
             return True
 
     def _hook(self, parameter: torch.Tensor) -> None:
+        """Step a parameter whose gradient is complete, and replace the gradient by a stand-in."""
         if parameter.grad is None or not self._begin() or not self._one_by_one.has(parameter):
             return
         if id(parameter) in self._done:
@@ -294,7 +310,10 @@ class Stepped:
 
 
 def in_order(optimizer: Any, before: int) -> None:
-    """Put states beyond the first `before`, made by a step, in the order of the parameters, as torch saves them."""
+    """Sort the states beyond the first `before`, made by this step, in the order of the parameters.
+
+    A plain step makes them in that order, a backward in the order of its gradients; checkpoints keep the order.
+    """
     state = optimizer.state
     if len(state) > before + 1:
         made = {id(parameter) for parameter in list(state)[before:]}
@@ -305,19 +324,20 @@ def in_order(optimizer: Any, before: int) -> None:
 
 
 class _Done:
-    """A parameter as it was left when the backward had stepped it."""
+    """Record of a parameter as the backward left it after its step."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.parameter, self.stand_in = parameter, SpentGradient(parameter)
         self._version, self._storage = parameter._version, parameter.untyped_storage()
 
     def is_changed(self) -> bool:
-        """Return whether it was written, or given another storage."""
+        """Return whether the parameter was written since, or has another storage."""
         now = self.parameter.untyped_storage()._cdata
         return self.parameter._version != self._version or now != self._storage._cdata
 
 
 def _touched(operation: str) -> None:
+    """Raise the error for an operation on stepped weights."""
     if torch._C._current_graph_task_id() != -1:
         raise failure(
             f"weights that it has stepped are used again within it ({operation}: a recomputation, or a stop-gradient)"
@@ -331,7 +351,7 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return each group's options; a tensor by its identity and version, since comparing it may wait for a GPU."""
+    """Return each group's options, with tensors by identity and version, since comparing values may wait for a GPU."""
     return [
         {
             name: (id(value), value._version) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,9 @@
-"""Fails whatever reads or writes weights that a backward has stepped, until the script's own step is reached."""
+"""Raise an error for any read or write of weights that a backward has stepped, until the script's own step.
+
+A dispatch mode sees all operations from the start of a backward on, in this thread and in autograd's. After the
+backward a function mode joins it, for accesses that are no operations (`.data`, numpy, pickle). Tensors are recognized
+by their storage and the bytes they use of it, so views and aliases are recognized too.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +16,47 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-# Kinds of tensors whose storage cannot be asked for: they share none with a parameter.
+# Raised by kinds of tensors that have no storage (sparse ones, wrappers): they cannot share a parameter's.
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
 Range = tuple[int, int]
 
 
 class AtRest(TorchDispatchMode):
-    """Sees each operation from the start of a backward to the optimizer's step, in this thread and the backward's.
+    """Dispatch mode from the start of a backward to the optimizer's step, in this thread and the backward's.
 
-    Without it a recomputation, a stop-gradient through `.data`, a copy for an average or a checkpoint would read
-    weights of another step than without the technique, silently.
+    Without it, a recomputation, a stop-gradient through `.data`, or a copy for an average or a checkpoint would
+    silently read weights of another step than without the technique.
 
     Args:
-        fail: Called with what an operation did; it raises.
+        fail: Called with the name of the operation that touches stepped weights; it raises.
     """
 
-    supports_higher_order_operators = True  # of compiled graphs: a recomputation with its random state
+    # Compiled graphs contain such operators: a recomputation that restores its random state.
+    supports_higher_order_operators = True
 
     def __init__(self, fail: Callable[[str], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fail = fail
-        self._stepped: dict[int, tuple[Any, list[Range]]] = {}  # by storage, which is kept: its address stays taken
+        # Address of a storage -> the storage, and the ranges of bytes to watch. Holding the storage keeps its address
+        # from being reused.
+        self._stepped: dict[int, tuple[Any, list[Range]]] = {}
         self._own = threading.local()
         self._by_name = _ByName(self._look)
         self.open = False
 
     def begin(self) -> None:
-        """See operations from here on."""
+        """Watch operations from now on."""
         self.open = True
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def between(self) -> None:
-        """The backward is over: see from here on too what reads memory without an operation."""
+        """Watch, after the backward, accesses to memory that are no operations as well."""
         self._by_name.__enter__()  # type: ignore[no-untyped-call]
         self._by_name.open = True
 
     def end(self) -> bool:
-        """See nothing more; return whether it was this mode's turn to end, and not that of one begun since."""
+        """Stop watching. Return False if it cannot, because a mode that was entered later is still on."""
         self._stepped = {}
         if not self.open:
             return True
@@ -66,14 +74,14 @@ class AtRest(TorchDispatchMode):
         return True
 
     def add(self, *tensors: torch.Tensor) -> None:
-        """Have nobody touch these."""
+        """Watch these tensors too."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._stepped.setdefault(storage._cdata, (storage, []))[1].append(_range(tensor))
 
     @contextmanager
     def of_our_own(self) -> Iterator[None]:
-        """Operations of hasten's, which may touch them."""
+        """Allow hasten's own operations within the context to touch watched tensors."""
         former, self._own.working = getattr(self._own, "working", False), True
         try:
             yield
@@ -87,27 +95,28 @@ class AtRest(TorchDispatchMode):
             self._look(name.removeprefix("aten::"), (args, kwargs))
         return func(*args, **kwargs)
 
-    def _look(self, name: str, given: Any) -> None:
-        if self._stepped and not getattr(self._own, "working", False) and self._touches(given):
+    def _look(self, name: str, args: Any) -> None:
+        if self._stepped and not getattr(self._own, "working", False) and self._touches(args):
             self._fail(name)
 
     def _touches(self, value: Any) -> bool:
+        """Return whether an operation's nested arguments contain memory of a watched tensor."""
         if isinstance(value, torch.Tensor):
             try:
-                found = self._stepped.get(value.untyped_storage()._cdata)
+                watched = self._stepped.get(value.untyped_storage()._cdata)
             except _NO_STORAGE:
                 return False
-            if found is None:
+            if watched is None:
                 return False
             start, end = _range(value)
-            return any(start < stop and begin < end for begin, stop in found[1])
+            return any(start < stop and begin < end for begin, stop in watched[1])
         if isinstance(value, list | tuple):
             return any(map(self._touches, value))
         return isinstance(value, dict) and any(map(self._touches, value.values()))
 
 
 class _ByName(TorchFunctionMode):
-    """Sees what reads or exchanges a tensor's memory without an operation: numpy, pickle, `.data`."""
+    """Function mode that sees functions which access or replace a tensor's memory without an operation."""
 
     def __init__(self, look: Callable[[str, Any], None]) -> None:
         super().__init__()
@@ -131,12 +140,12 @@ _PAST_OPERATIONS: dict[Any, str] = {
 
 
 def others_on() -> bool:
-    """Return whether a dispatch mode of the script's is on, which would be left in another order than entered."""
+    """Return whether the script has a dispatch mode on: modes must be left in reverse order, and `AtRest` could not."""
     return any(not isinstance(mode, AtRest) for mode in _get_current_dispatch_mode_stack())
 
 
 def _range(tensor: torch.Tensor) -> Range:
-    """Return the bytes of its storage that a tensor lies in."""
+    """Return the range of bytes that a tensor spans in its storage, gaps included."""
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())

@@ -1,4 +1,7 @@
-"""Tensors of zeros that take no memory, and no time to fill, until somebody touches them."""
+"""Tensors of zeros that take no memory, and no time to fill, until somebody touches them.
+
+Linux maps anonymous pages lazily and fills them with zeros at the first access. Its page map tells which were accessed.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import sys
 from typing import Any
 
 _PAGEMAP = "/proc/self/pagemap"
-_ENTRY = 8  # bytes of the page map for each page; the last one says whether the page is in memory or swapped out
+_ENTRY = 8  # bytes per page in the page map; the last byte is 0 unless the page is in memory or swapped out
 
 
 def zeros_like(tensor: Any) -> Any:
-    """Return zeros of a contiguous CPU tensor's shape and type in pages that Linux fills when they are first touched.
+    """Return zeros of a contiguous CPU tensor's shape and dtype, in pages that Linux fills at the first access.
 
-    None where there are no such pages: another system, or no more memory may be mapped.
+    Return None if such pages cannot be had: on another system, or if no more memory can be mapped.
     """
     import torch
 
@@ -29,17 +32,18 @@ def zeros_like(tensor: Any) -> Any:
 
 
 def is_untouched(address: int, size: int) -> bool:
-    """Return whether no page of a tensor of `zeros_like` was touched, so that all of it is zeros; False if unknown.
+    """Return whether no page of a tensor from `zeros_like` was touched, so that all of it is zeros; False if unknown.
 
-    What is written through `.data`, NumPy or by another thread leaves a trace here, too. Costs 20 us for 8 MB.
+    Writes through `.data`, through NumPy or by another thread are seen too. It takes 20 us for 8 MB.
 
     Args:
-        address: Where its memory begins.
-        size: Its bytes.
+        address: Address of the tensor's memory.
+        size: Its size in bytes.
     """
     count = -(-size // mmap.PAGESIZE)
     try:
-        file = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)  # each time: in a fork it would be its parent's
+        # Opened at each call: a descriptor kept open would show the parent's pages in a forked child.
+        file = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -1,1 +1,1 @@
-"""Recomputation of a forward exactly as it was, for techniques that keep no activations."""
+"""Exact recomputation of a forward in its backward, for techniques that keep no activations."""

@@ -1,4 +1,4 @@
-"""Measures the cost of keeping a block's activations and of recomputing them, while a training runs."""
+"""Measure, while a training runs, how many bytes a block's activations take and how long recomputing them takes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _order = itertools.count()
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block, as a trial measured it.
+    """Cost of one block, as a trial measured it.
 
     Attributes:
-        path: Where it stands in the model ("blocks.0").
-        kind: Its class.
-        seconds: To compute its activations again, a step.
-        bytes: Of the activations that are dropped, a step.
-        order: When it was called first, among the blocks.
+        path: Path of the block in the model ("blocks.0").
+        kind: Name of its class.
+        seconds: Seconds per step to recompute its activations.
+        bytes: Bytes per step of the activations that are dropped.
+        order: Rank among the blocks by their first call.
     """
 
     path: str
@@ -34,7 +34,11 @@ class BlockCost:
 
 
 class Meter:
-    """Measures one block; a technique makes it where it was asked to."""
+    """Measure one block, for a technique that was asked to (`ActivationCheckpointing.measure`).
+
+    Args:
+        kind: Name of the block's class.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -43,23 +47,25 @@ class Meter:
         self._elapsed: deque[Callable[[], float]] = deque(maxlen=64)
 
     def forward(self, dropped: Iterable[Any], stays: set[int]) -> None:
-        """Note what a forward of the block lets go.
+        """Record what a forward of the block dropped.
 
         Args:
-            dropped: Its tensors.
-            stays: Addresses of memory that is there anyway: weights, inputs, what the block returns.
+            dropped: The dropped tensors.
+            stays: Addresses of memory that exists anyway: of weights, inputs and the block's outputs.
         """
         if self._order < 0:
             self._order = next(_order)
-        storages = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in dropped)}
+        storages = {
+            storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in dropped)
+        }
         self._bytes = max(self._bytes, sum(size for address, size in storages.items() if address not in stays))
-        # A block that is called several times before the backward keeps so many times as much.
+        # A block that is called n times before the backward would keep n times as much.
         self._ahead += 1
         self._most_ahead = max(self._most_ahead, self._ahead)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Time what computes it again."""
+        """Time the recomputation that runs within the context; on a GPU by events, without waiting for it."""
         import torch
 
         self._ahead = 0
@@ -76,7 +82,7 @@ class Meter:
         self._elapsed.append(lambda: 1e-3 * begin.elapsed_time(end))
 
     def cost(self, path: str) -> BlockCost | None:
-        """Return what was measured, behind a wait for a GPU; None where the block was never computed again."""
+        """Return the measured cost, after waiting for the GPU; None if the block was never recomputed."""
         import torch
 
         if not self._elapsed:

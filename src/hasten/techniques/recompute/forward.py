@@ -1,4 +1,11 @@
-"""A forward that keeps no activations: its backward recomputes them, bit by bit the same."""
+"""Run forwards that keep no activations, and recompute them in the backward, bit by bit the same.
+
+Saved-tensor hooks number the tensors that autograd saves, and drop those that the forward made itself. Before the
+forward, `Then` saves all state that it may read (`outside_state.py`). When the backward asks for a dropped tensor, that
+state is restored, the forward runs again under other hooks, which collect the tensors by their numbers, and the present
+state is restored. Sums of the tensors before and after are compared (on a GPU, in some forwards only): a difference
+ends in an error, never in a wrong gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +23,31 @@ from hasten.techniques import float32_draws
 from hasten.techniques.recompute.costs import Meter
 from hasten.techniques.recompute.outside_state import CannotRepeatError, Known, Then
 
-_MARKED_ON_GPU = 8  # first forwards of a module whose tensors are compared on a GPU, which waits for it; then 1 of ...
+# On a GPU, comparing sums waits for the GPU. So it is done for a module's first 8 forwards, then for one in 64.
+_MARKED_ON_GPU = 8
 _EVERY = 64
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Not the names in torch.Tensor: under channels_last these lay a tensor out as without before a script sees it.
+# The base class's methods, not torch.Tensor's: channels_last replaces those, to make a tensor contiguous first.
 _detach, _view, _permute = torch._C.TensorBase.detach, torch._C.TensorBase.view, torch._C.TensorBase.permute
 
-# Called with True before a forward is run again, and behind it with what it returned: the taps on modules set
-# theirs, so that the modules inside are not taken for outermost ones.
+# Each is called with True before a forward is repeated, and with the value that it returned after the repetition. The
+# taps on modules add theirs, so that modules inside the block are not mistaken for outermost ones.
 tell_inside: list[Callable[[bool], bool]] = []
 
 
 class Repeatable:
-    """A module's forwards, each of which keeps what cannot be computed again, and drops the rest.
+    """The repeatable forwards of a module: each drops the activations that can be recomputed, and keeps the rest.
 
     Args:
-        technique: The name of the technique, for messages.
-        left_alone: Told why a forward keeps its activations.
-        asked: Told when a backward reaches a forward of the module.
-        or_else: What else may be done where a forward cannot be repeated, behind "Take ... out of the plan".
-        waits: The first forwards keep all until their end, when it is known whether they can be repeated; behind so
-            many, what can be computed again is dropped at once. None: all wait.
+        technique: Name of the technique, for messages.
+        left_alone: Called with the reason when a forward keeps its activations.
+        asked: Called when a backward reaches a forward of the module.
+        or_else: What else a user can do if a forward cannot be repeated; it follows "Take ... out of the plan".
+        waits: Number of first forwards that keep all activations until their end, when it is known whether they can be
+            repeated; later forwards drop activations at once. None: all wait.
         with_hooks: Whether the module's own hooks are a part of the forward.
-        meter: Told what a forward drops and how long it takes to compute that again; None: nobody asks.
+        meter: Measures how much each forward drops and how long recomputing takes; None measures nothing.
     """
 
     def __init__(
@@ -62,20 +70,20 @@ class Repeatable:
 
     @property
     def is_pure(self) -> bool:
-        """Whether forwards so far drew from torch's generators alone and changed no buffers but BatchNorm's."""
+        """Whether all forwards so far drew from torch's generators only, and changed no buffers but BatchNorm's."""
         known = self.known
         if known is None or known.refusal or known.changing is None:
             return False
         return not (known.changing or known.drawn.python or known.drawn.numpy)
 
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward; plain where it could not be repeated."""
+        """Run the forward, plainly if it cannot be repeated."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or torch._C._is_tracing():
-            return forward(*args, **kwargs)  # somebody else decides what is kept
+            return forward(*args, **kwargs)  # another saved-tensor hook, or a tracer, decides what is kept
         if torch._C._are_functorch_transforms_active():
-            return forward(*args, **kwargs)  # tensors without memory, of a graph that is none of autograd's
+            return forward(*args, **kwargs)  # torch.func's tensors have no memory, and its graph is not autograd's
         if torch._C._len_torch_dispatch_stack() or _sees_functions():
-            return forward(*args, **kwargs)  # a mode of the script's sees, or changes, each operation
+            return forward(*args, **kwargs)  # a mode of the script sees, or changes, each operation
         try:
             if self.known is None:
                 self.known = Known(module, self.with_hooks)
@@ -88,7 +96,7 @@ class Repeatable:
 
 
 class _Kept:
-    """Stands in the graph for a tensor: the tensor itself, or nothing."""
+    """Stand-in for a saved tensor in the graph: it holds the tensor, or None once that is dropped."""
 
     __slots__ = ("number", "tensor", "version")
 
@@ -98,12 +106,22 @@ class _Kept:
         self.version = tensor._version
 
 
-class _Enough(BaseException):  # no error; a script's `except Exception` must not stop it
-    """All that was dropped has been computed again."""
+class _Enough(BaseException):  # a signal, not an Exception, so that a script's `except Exception` does not catch it
+    """Signal that ends a repetition: all dropped tensors have been recomputed."""
 
 
 class _KeptForward:
-    """One forward, and what its graph needs to have it run again."""
+    """One forward, with everything that its graph needs to repeat it.
+
+    Attributes:
+        kept: Saved tensors, while the forward waits for its end.
+        count: Number of the next tensor that autograd saves.
+        dropped: Number of a dropped tensor -> its shape and dtype.
+        marks: Number of a dropped tensor -> its strides and its sum, to compare.
+        fresh: Number of a dropped tensor -> the recomputed tensor, until the graph takes it.
+        over: Whether the forward has ended.
+        spoilt: Why the forward cannot be repeated, found out after tensors were dropped; "" if it can.
+    """
 
     def __init__(self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, then: Then) -> None:
         self.owner, self.module, self.forward = owner, module, forward
@@ -111,23 +129,24 @@ class _KeptForward:
         self.casts = _casts()
         self.kept: list[_Kept] = []
         self.count = 0
-        self.dropped: dict[int, tuple[Any, Any]] = {}  # number of a tensor that is not kept -> its shape and type
-        self.marks: dict[int, tuple[tuple[int, ...], Any]] = {}  # strides and sums of those
+        self.dropped: dict[int, tuple[Any, Any]] = {}
+        self.marks: dict[int, tuple[tuple[int, ...], Any]] = {}
         self.marks_gpu = owner.calls <= _MARKED_ON_GPU or owner.calls % _EVERY == 0
         self.fresh: dict[int, Any] = {}
         self.waits = owner.waits is None or owner.calls <= owner.waits
         self.over = False
-        self.spoilt = ""  # why it cannot be repeated, found out too late
+        self.spoilt = ""
 
     def run(self) -> Any:
-        """Run it the first time."""
+        """Run the forward the first time, and drop what can be recomputed."""
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 output = self.forward(*self.args, **self.kwargs)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
                 raise
-            self.then.put_back()  # torch.func's transforms refuse them: from the start, without
+            # torch.func's transforms refuse saved-tensor hooks: restore the state and start again, without hooks.
+            self.then.put_back()
             self.owner.left_alone("it uses torch.func inside")
             return self.forward(*self.args, **self.kwargs)
         self.over = True
@@ -147,15 +166,16 @@ class _KeptForward:
         return output
 
     def _measure(self, meter: Meter, tensors: list[Any], output: Any) -> None:
-        """Tell how much of what the graph asked for was let go; what the block returns lives on as an input."""
-        gone = [tensor for kept, tensor in zip(self.kept, tensors, strict=True) if kept.tensor is None]
-        plain = (one for one in tree_iter(output) if type(one) is torch.Tensor and one.layout is torch.strided)
-        meter.forward(gone, self.then.storages | {one.untyped_storage().data_ptr() for one in plain})
+        """Tell the meter which tensors were dropped. The block's outputs do not count: they live on as inputs."""
+        dropped = [tensor for kept, tensor in zip(self.kept, tensors, strict=True) if kept.tensor is None]
+        plain = (leaf for leaf in tree_iter(output) if type(leaf) is torch.Tensor and leaf.layout is torch.strided)
+        meter.forward(dropped, self.then.storages | {leaf.untyped_storage().data_ptr() for leaf in plain})
 
     # -- what autograd calls ----------------------------------------------------------------------------
 
     def _pack(self, tensor: Any) -> _Kept:
-        # Detached: an output that a graph keeps would keep the graph in turn.
+        """Take a tensor that autograd saves, and drop it now or at the end of the forward."""
+        # Detached, because an output that is saved in its own graph would keep that graph alive.
         kept = _Kept(self.count, _detach(tensor))
         self.count += 1
         if self.waits:
@@ -165,9 +185,10 @@ class _KeptForward:
         return kept
 
     def _unpack(self, kept: _Kept) -> Any:
+        """Return a saved tensor to the backward. The first that was dropped makes the forward run again."""
         if self.over:
             self.owner.asked()
-        else:
+        else:  # a backward inside the forward, as of `torch.autograd.grad` for a penalty
             self.spoilt = "its forward asks for gradients"
         if kept.tensor is not None:
             _check_version(kept)
@@ -180,10 +201,10 @@ class _KeptForward:
                     self._run_again()
         return self.fresh.pop(kept.number)
 
-    # -- dropping, and computing again ------------------------------------------------------------------
+    # -- dropping, and recomputing ----------------------------------------------------------------------
 
     def _drop(self, kept: _Kept) -> None:
-        """Let go of what the forward made; what exists anyway (weights, inputs) stays."""
+        """Drop a tensor that the forward made. Weights and inputs exist anyway, so they are kept."""
         tensor = kept.tensor
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() < 2:
             return
@@ -195,10 +216,10 @@ class _KeptForward:
         kept.tensor = None
 
     def _run_again(self) -> None:
-        """Compute all that was dropped, with everything as it was then.
+        """Recompute all dropped tensors, with all state as it was in the forward.
 
         Raises:
-            RuntimeError: It cannot be, or other numbers came out.
+            RuntimeError: The forward cannot be repeated, or gave other numbers.
         """
         if self.spoilt:
             raise self._error(self.spoilt)
@@ -208,7 +229,7 @@ class _KeptForward:
             now = self.then.again(self.module, (self.args, self.kwargs))
         except CannotRepeatError as error:
             raise self._error(str(error)) from error
-        before = [tell(True) for tell in tell_inside]
+        inside_before = [tell(True) for tell in tell_inside]
         self.count = 0
         self.fresh = {}
         try:
@@ -222,13 +243,14 @@ class _KeptForward:
         finally:
             moved = self.then.moved_unseen()
             now.put_back()
-            for tell, inside in zip(tell_inside, before, strict=True):
+            for tell, inside in zip(tell_inside, inside_before, strict=True):
                 tell(inside)
         if moved or len(self.fresh) != len(self.dropped):
             raise self._error("its forward took another course when it ran again")
         self._compare()
 
     def _take(self, tensor: Any) -> Any:
+        """Collect a recomputed tensor, by the order in which autograd saves; the last one ends the repetition."""
         number, self.count = self.count, self.count + 1
         tensor = _detach(tensor)
         if (expected := self.dropped.get(number)) is not None:
@@ -240,12 +262,19 @@ class _KeptForward:
         return tensor
 
     def _compare(self) -> None:
-        """What none of the above sees (a patched function, memory written behind torch's back) shows here."""
+        """Compare the recomputed tensors' sums with those of the forward.
+
+        This catches changes that no other test sees: a patched function, memory written without torch's knowledge.
+
+        Raises:
+            RuntimeError: They differ.
+        """
         fresh = ((mark, _lying_as(strides, self.fresh[number])) for number, (strides, mark) in self.marks.items())
         if not all(_agree(mark, _mark(tensor)) for mark, tensor in fresh):
             raise self._error("other numbers came out when its forward ran again")
 
     def _error(self, reason: str) -> RuntimeError:
+        """Return the error of a backward that cannot be computed, after telling the user."""
         self.fresh = {}
         name, kind = self.owner.technique, type(self.module).__name__
         message = (
@@ -257,7 +286,7 @@ class _KeptForward:
 
 
 def _sees_functions() -> bool:
-    """Whether a function mode is on, but for that of `torch.set_default_device`."""
+    """Return whether a function mode is on, other than that of `torch.set_default_device`."""
     count = torch._C._len_torch_function_stack()
     return any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(count))
 
@@ -267,6 +296,7 @@ def _give(tensor: Any) -> Any:
 
 
 def _check_version(kept: _Kept) -> None:
+    """Raise torch's error for a saved tensor that was changed in place; autograd does not check hooks' tensors."""
     tensor = kept.tensor
     if tensor._version != kept.version:
         raise RuntimeError(
@@ -277,10 +307,11 @@ def _check_version(kept: _Kept) -> None:
 
 
 def _mark(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum that tells whether a tensor is the same: of its bits on a CPU, of its numbers on a GPU.
+    """Return a sum that tells whether a tensor is the same: of its bits on a CPU, of its values on a GPU.
 
-    (There the order of additions may differ from run to run.) Images are read as they lie: channel by channel, a sum
-    of them channels last takes five to thirty times as long, and a validation by it four times.
+    On a GPU the order of additions, and thus the last bits, may differ from run to run. Images are summed in memory
+    order: channel by channel, a sum of images in channels last takes five to thirty times as long, and made a
+    validation take four times as long.
     """
     if tensor.is_cuda:
         wide = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
@@ -290,23 +321,28 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = _permute(tensor, (0, 2, 3, 1))
     if tensor.is_contiguous() and _in_words(tensor):
-        return _view(tensor, torch.int64).sum()  # four times as fast
+        return _view(tensor, torch.int64).sum()  # four times as fast as with the element's own width
     return _view(tensor, _BYTES[tensor.element_size()]).sum()
 
 
 def _lying_as(strides: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with these strides, by which its sum goes: `channels_last` may have been switched in between."""
+    """Return the tensor with the given strides, since sums depend on them.
+
+    They differ if the technique `channels_last` was switched between the forward and the repetition.
+    """
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _in_words(tensor: torch.Tensor) -> bool:
+    """Return whether a contiguous tensor's memory can be viewed as 64-bit words."""
     size = tensor.element_size()
     return size * tensor.shape[-1] % 8 == 0 and size * tensor.storage_offset() % 8 == 0
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two marks agree: bit sums exactly, sums of values (on a GPU) to 1e-5 of the absolute sum."""
     if one.is_floating_point():
         same = (one - other).abs() <= 1e-5 * one[1].abs()
         return bool((same | (one.isnan() & other.isnan())).all())
@@ -314,7 +350,7 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Autocast, and the type in which random numbers are drawn, as they stand now: to be entered again."""
+    """Return a context that restores the present autocast settings and the dtype in which random numbers are drawn."""
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     states = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
     cached = torch.is_autocast_cache_enabled()

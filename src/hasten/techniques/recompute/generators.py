@@ -1,4 +1,9 @@
-"""Random generators that a forward may draw from: saved before it, restored to recompute it."""
+"""Save the states of random generators before a forward, and restore them to recompute it.
+
+torch's states are always copied. Copying NumPy's and Python's takes long compared with a small block, so after a
+module's first forwards their states are copied only if the module has drawn from them. Otherwise a mark (position and
+first words of the Mersenne Twister, which every draw changes) tells afterwards whether it did.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,16 @@ from typing import Any
 
 import torch
 
-_LOOKS = 4  # first forwards of a module whose states are compared in full
+_LOOKS = 4  # number of a module's first forwards for which all states are copied and compared in full
 _WORD = 4  # bytes
 _KEYS = 624  # words of a Mersenne Twister
 
 
 class Drawn:
-    """Which of the slow process-wide generators a module's forwards draw from, learned by looking behind each.
+    """The slow process-wide generators that a module's forwards draw from, learned after each forward.
 
-    A copy of NumPy's state takes 30 us, of Python's 9. So they are copied for a module that is known to draw from
-    them; for others a mark in the state tells, behind the forward, whether it did.
+    A copy of NumPy's state takes 30 us, of Python's 9 us. So they are copied only for modules known to draw from them;
+    for others a mark in the state tells after the forward whether it did.
     """
 
     def __init__(self) -> None:
@@ -28,16 +33,16 @@ class Drawn:
 
 
 class States:
-    """The states of the process-wide generators, and of those that a module keeps for itself."""
+    """States of the process-wide generators, and of those that a module holds."""
 
     __slots__ = ("_cuda", "_drawn", "_full", "_marks", "_numpy", "_own", "_python", "_torch")
 
     def __init__(self, drawn: Drawn, own: list[Any]) -> None:
-        """Take the states of now.
+        """Copy the present states.
 
         Args:
-            drawn: What is known of the forward.
-            own: Generators that the module keeps.
+            drawn: The generators that the module is known to draw from.
+            own: Generators that the module holds.
         """
         self._drawn = drawn
         self._full = drawn.looks < _LOOKS
@@ -49,7 +54,7 @@ class States:
         self._own = [(generator, _state_of(generator)) for generator in own]
 
     def drew_unseen(self) -> str:
-        """Return which generator was drawn from without a copy of its state, and remember it; "" for none."""
+        """Return which generator was drawn from without a copy of its state; "" for none. Update `Drawn`."""
         drawn = self._drawn
         drawn.looks += 1
         python, numpy = _marks()
@@ -64,15 +69,15 @@ class States:
         return ""
 
     def moved(self) -> bool:
-        """Return whether a generator whose state was not copied has moved since the others were put back."""
+        """Return whether a generator whose state was not copied has been drawn from since `put_back`."""
         python, numpy = _marks()
         return (self._python is None and python != self._marks[0]) or (self._numpy is None and numpy != self._marks[1])
 
     def cover(self, other: States) -> None:
-        """Take, as it is now, all that `other` will put back.
+        """Copy the present states of all generators that `other` will overwrite, so that they can be restored after it.
 
-        A forward's first states are full copies; by its backward the module may be past those, and of what is put
-        back for the repetition nothing would remain of the draws since.
+        A module's first forwards have full copies. By the time of their backward the module may copy fewer states, and
+        restoring the full copies for the repetition would lose the draws made since.
         """
         if self._python is None and other._python is not None:
             self._python = random.getstate()
@@ -81,10 +86,10 @@ class States:
         devices = {device for device, _ in self._cuda}
         self._cuda += [(device, torch.cuda.get_rng_state(device)) for device, _ in other._cuda if device not in devices]
         known = {id(generator) for generator, _ in self._own}
-        self._own += [(one, _state_of(one)) for one, _ in other._own if id(one) not in known]
+        self._own += [(generator, _state_of(generator)) for generator, _ in other._own if id(generator) not in known]
 
     def put_back(self) -> None:
-        """Set the generators to what they were."""
+        """Restore the copied states."""
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy is not None:
@@ -94,7 +99,8 @@ class States:
             torch.cuda.set_rng_state(state, device)
         for generator, state in self._own:
             _set_state(generator, state)
-        # What was not copied stands where others have drawn to since: a model that skips blocks by `random.random()`.
+        # Generators that were not copied may have been drawn from since the forward, by code outside of the module (a
+        # model that skips blocks by `random.random()`): marks start from their present state.
         self._marks = _marks()
 
 
@@ -128,7 +134,7 @@ def _numpy_state() -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two states of NumPy are equal; None where it is not imported."""
+    """Return whether two states of NumPy's generator are equal. A state is None if NumPy was not imported."""
     if one is None or other is None:
         return one is other
     return bool((one[1] == other[1]).all()) and (one[0], *one[2:]) == (other[0], *other[2:])
@@ -142,7 +148,7 @@ def _marks() -> tuple[Any, Any]:
 
 
 def _python_layout_is_known() -> bool:
-    """Whether CPython keeps the position right behind an object's head, and the words behind it."""
+    """Return whether this CPython stores position and words of a `random.Random` directly after the object's header."""
     twister = random.Random(7)
     twister.random()
     words = twister.getstate()[1]
@@ -156,13 +162,14 @@ _numpy_at: dict[int, tuple[Any, int]] = {}
 
 
 def _python_mark() -> Any:
-    """Position, first words and the spare number of `gauss`; the whole state where the layout is not known."""
+    """Return position, first words and the spare number of `gauss`; the whole state if the memory layout is unknown."""
     if not _PYTHON_AT:
         return random.getstate()
     return ctypes.string_at(_PYTHON_AT, 3 * _WORD), _PYTHON.gauss_next
 
 
 def _numpy_mark() -> Any:
+    """Return position and first words of NumPy's global generator; its whole state for another bit generator."""
     numpy = sys.modules.get("numpy.random.mtrand")
     if numpy is None:
         return None

@@ -1,4 +1,9 @@
-"""Globals, closures and class attributes that a module's code names: a forward may read and write them."""
+"""Find the globals, closures and class attributes that a module's code names: a forward may read and write them.
+
+`ModuleCode` starts at the methods of a module's classes and follows names, through the script's own functions, classes
+and files, but not into libraries. It reads names in byte code rather than running anything, so it finds too much rather
+than too little; what is reached by other routes (`getattr` with a computed name) is missed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,12 @@ from hasten.evidence.libraries import is_library
 
 
 class OuterName:
-    """A name outside of a module's own attributes: in a global namespace, a closure or a class."""
+    """A name outside of a module's own attributes: in a global namespace, a closure or a class.
+
+    Args:
+        holder: The namespace: a dict, a class, or the cell of a closure.
+        key: The name.
+    """
 
     MARK = "the name "
 
@@ -24,7 +34,7 @@ class OuterName:
         self.name = f"{self.MARK}{key}"
 
     def read(self) -> Any:
-        """Return what the name stands for; None where it does not exist."""
+        """Return the name's value; None if the name does not exist."""
         if isinstance(self._holder, dict):
             return self._holder.get(self._key)
         if isinstance(self._holder, type):
@@ -32,7 +42,7 @@ class OuterName:
         return self._holder.cell_contents
 
     def write(self, value: Any) -> None:
-        """Let the name stand for something else."""
+        """Bind the name to a value."""
         if self.read() is value:
             return
         if isinstance(self._holder, dict):
@@ -43,9 +53,9 @@ class OuterName:
             self._holder.cell_contents = value
 
 
-_NOTHING_SAID = frozenset({"setattr", "rename", "touch"})  # to be put back, or of tensors
+_NOTHING_SAID = frozenset({"setattr", "rename", "touch"})  # undone by restoring, or names that tensors use too
 _SAYS = frozenset({"print", "input", "add_scalar", "add_scalars", "add_histogram", "add_image", "log_metric"})
-# Methods that change what they are called on, of lists, dicts, sets, queues and context variables.
+# Methods of lists, dicts, sets, queues and context variables that modify the object.
 _CHANGES = words(
     "append appendleft extend insert pop popleft popitem remove clear update setdefault add discard sort reverse"
     " put get put_nowait get_nowait set"
@@ -58,13 +68,13 @@ _PLAIN = (type(None), str, bytes, int, float, complex, type, FunctionType, Built
 
 
 class ModuleCode:
-    """The code of a module's classes and of those inside, and the script's own functions that it calls.
+    """The code of the classes of a module and its submodules, and of the script's own functions that it calls.
 
     Attributes:
-        outside: What it names of globals, closures and class attributes.
-        reached: All names in what a forward may run.
-        changes: Whether that may change what a container or an object holds, rather than read it.
-        says: What a forward may say or write to the outside, which would be said twice; "" for nothing.
+        outside: The globals, closure variables and class attributes that the code names.
+        reached: All names in code that a forward may run.
+        changes: Whether that code may modify containers or objects, rather than only read them.
+        says: Name of a function by which a forward may print, log or write, which would happen twice; "" for none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,8 +82,8 @@ class ModuleCode:
         self.reached: set[str] = set()
         self.changes = False
         self.says = ""
-        self._seen: set[int] = set()
-        self._held: set[tuple[int, str]] = set()
+        self._seen: set[int] = set()  # ids of functions that were read
+        self._held: set[tuple[int, str]] = set()  # holders (by id) and names that were found in `_inside`
         self._functions: list[FunctionType] = []
         methods: list[tuple[str, FunctionType]] = []
         parts = list(module.modules())
@@ -83,11 +93,14 @@ class ModuleCode:
             if not kind.__module__.startswith("torch.") and kind is not object:
                 methods += self._class(kind)
         self._run([function for name, function in methods if name == "forward"], methods)
-        self.changes = bool(self.reached & _CHANGES) or any(stores(one, elements=True) for one in self._functions)
-        for _, function in methods:  # those that no forward names are not run, but may be called by other means
+        self.changes = bool(self.reached & _CHANGES) or any(
+            stores(function, elements=True) for function in self._functions
+        )
+        for _, function in methods:  # methods that no forward names may still be called by other means
             self._note(function)
 
     def _class(self, kind: type) -> Iterator[tuple[str, FunctionType]]:
+        """Yield a class's methods, by name, and note its other attributes."""
         for name, value in list(vars(kind).items()):
             function = _function_of(value)
             if isinstance(function, FunctionType):
@@ -96,7 +109,7 @@ class ModuleCode:
                 self.outside.append(OuterName(kind, name))
 
     def _run(self, queue: list[FunctionType], methods: list[tuple[str, FunctionType]]) -> None:
-        """Go through what a forward may run: functions and methods, by their names."""
+        """Follow functions and methods that a forward may run, by name, and note what they reach and say."""
         while queue:
             function = queue.pop()
             if id(function) not in self._seen:
@@ -106,17 +119,20 @@ class ModuleCode:
                 queue += [method for name, method in methods if name in named]
 
     def _note(self, function: FunctionType) -> frozenset[str]:
-        """Note what a function names, and what the script's own functions do that it names."""
+        """Note the outer names in a function, and in the script's own functions that it names. Return all names."""
         if id(function) in self._seen:
             return frozenset()
         self._seen.add(id(function))
         self._functions.append(function)
         named = names_of(function)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        self.outside += [OuterName({"a default": one}, "a default") for one in defaults if not isinstance(one, _PLAIN)]
+        # A default argument can change too (`def forward(self, x, seen=[])`), but has no name to rebind.
+        self.outside += [
+            OuterName({"a default": default}, "a default") for default in defaults if not isinstance(default, _PLAIN)
+        ]
         holders: list[Any] = []
         places = list(_places(function, named))
-        for place in places:  # grows meanwhile
+        for place in places:  # the list grows while it is iterated
             value = _function_of(place.read())
             if isinstance(value, FunctionType):
                 if not is_trusted(value):
@@ -133,7 +149,7 @@ class ModuleCode:
         return named
 
     def _inside(self, holders: list[Any], named: frozenset[str]) -> Iterator[OuterName]:
-        """Yield what the script's other classes and files hold under these names, each once."""
+        """Yield the places under these names in the script's other classes and files, each once."""
         for holder in holders:
             for key in sorted(named & vars(holder).keys()):
                 if (id(holder), key) not in self._held:
@@ -142,6 +158,7 @@ class ModuleCode:
 
 
 def _places(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName]:
+    """Yield the globals and closure variables that a function names."""
     for name in sorted(named & function.__globals__.keys()):
         yield OuterName(function.__globals__, name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -150,21 +167,24 @@ def _places(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName
 
 
 def _function_of(value: Any) -> Any:
-    """Return the function behind what a class holds (a class method, a property); anything else as it is."""
+    """Return the function inside a class method, static method or property; other values unchanged."""
     if isinstance(value, classmethod | staticmethod):
         return value.__func__
     return value.fget if isinstance(value, property) else value
 
 
 def _is_scripts(holder: Any) -> bool:
-    """Whether a class or module is of the script's own files, rather than of anything installed."""
+    """Return whether a class or module comes from the script's own files, rather than from an installed library."""
     module = holder if isinstance(holder, ModuleType) else sys.modules.get(holder.__module__)
     file = getattr(module, "__file__", None)
     return not is_trusted(holder) and not (isinstance(file, str) and is_library(file))
 
 
 def _said(function: FunctionType, named: frozenset[str]) -> str:
-    """Return what a function of the script's own says or writes; a library's says something when it is used wrongly."""
+    """Return the name by which a script's function prints, logs or writes; "" for none.
+
+    Library functions do not count: they say something when they are used wrongly.
+    """
     if is_trusted(function):
         return ""
     for name in sorted(named):

@@ -1,4 +1,11 @@
-"""State beside its inputs that a module's forward reads or writes: saved before it, restored to recompute it."""
+"""Save the state beside its inputs that a module's forward reads or writes, and restore it to recompute the forward.
+
+`Then` copies what may change and can be restored: attributes, containers, plain objects, NumPy arrays, buffers that the
+forward changes, names outside of the module, random states. Tensors are too large to copy, so parameters, inputs and
+other tensors are watched instead (version and address), and a change means that the forward cannot be repeated. `Known`
+learns over the forwards of a module, so that later ones copy less. Objects that can neither be restored nor watched (an
+iterator, a queue) raise `CannotRepeatError` if the module's code names them.
+"""
 
 from __future__ import annotations
 
@@ -19,53 +26,64 @@ from hasten.techniques.recompute.names import ModuleCode, OuterName
 
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
 _DEPTH = 4  # levels of lists, dicts and objects in attributes that are followed
-_LONGEST = 500  # entries of a container that is copied; of a longer one only its length is put back
-_LARGEST = 1 << 24  # bytes of an array that is copied
-_MOST = 3000  # objects that are followed
-# Objects of these are not entered: loggers, locks, arrays.
+_LONGEST = 500  # most entries of a container that is copied; of longer ones only the length is restored
+_LARGEST = 1 << 24  # most bytes of an array that is copied
+_MOST = 3000  # most objects that are followed
+# Libraries whose objects are not entered: loggers, locks, arrays.
 _LIBRARIES = frozenset(sys.stdlib_module_names | {"torch", "numpy", "hasten"}) - {"types", "argparse", "collections"}
-# Modules of those that hold something that a forward may change.
+# Modules of those libraries whose objects hold something that a forward may change.
 _NOT_ENTERED = frozenset(
     {"array", "queue", "_queue", "weakref", "_contextvars", "multiprocessing.sharedctypes", "multiprocessing.managers"}
 )
-# Holds nothing that a forward could change.
+# Types whose objects hold nothing that a forward could change.
 _STILL = (str, bytes, int, float, complex, bool, type(None), type, FunctionType, MethodType, BuiltinFunctionType,
           ModuleType, torch.dtype, torch.device, torch.Size, range, slice)  # fmt: skip
 _STILL_EXACTLY = frozenset(_STILL)
 
 
 class CannotRepeatError(Exception):
-    """A forward cannot be run a second time as it was; says why."""
+    """Raised if a forward cannot be repeated exactly; its message says why."""
 
 
 class Known:
-    """Facts about one module, learned once or from forward to forward."""
+    """Facts about one module, learned once from its code or over its forwards."""
 
     def __init__(self, module: nn.Module, with_hooks: bool) -> None:
-        """Look at a module's code.
+        """Read a module's code.
 
         Args:
-            module: Whose forward is run again.
-            with_hooks: Whether the module's own hooks run with it; those inside always do.
+            module: The module whose forward is repeated. No reference is kept, which would be a cycle: the module's
+                replaced forward refers to this object.
+            with_hooks: Whether the module's own hooks are repeated too; those of submodules always are.
         """
-        self.with_hooks = with_hooks  # not the module itself: that holds, by way of its forward, what holds this
+        self.with_hooks = with_hooks
         self.drawn = Drawn()
         code = ModuleCode(module)
         self.refusal = (
             f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
         )
-        self.outside = code.outside  # what its code reads of globals, closures and classes
+        self.outside = code.outside  # see `ModuleCode` for these three
         self.reached = code.reached
         self.changes = code.changes
-        # ids of modules whose buffers a forward changes; None: not known yet, so all are copied.
+        # ids of modules whose buffers a forward changes; None until the first forward, which copies all buffers.
         self.changing: set[int] | None = None
 
 
 class Then:
-    """A module, its inputs and the random states as they are now.
+    """Snapshot of a module, its inputs, outer names and random states, made before a forward.
+
+    Args:
+        known: Facts about the module.
+        module: The module.
+        args: Its inputs, nested.
+        first: Whether it is made before the first run. Otherwise it is made before the repetition, to restore the
+            present state after it.
+
+    Attributes:
+        storages: Addresses of memory that exists outside of the forward: weights, buffers, inputs.
 
     Raises:
-        CannotRepeatError: The module has something that cannot be put back.
+        CannotRepeatError: The module has state that cannot be restored.
     """
 
     def __init__(self, known: Known, module: nn.Module, args: Any, first: bool = True) -> None:
@@ -74,15 +92,15 @@ class Then:
         self._known = known
         self._first = first
         self._without_hooks = None if known.with_hooks else module
-        self._long: list[tuple[Any, int]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._watched: list[tuple[str, Any, int, int | None]] = []
-        self._changing: list[tuple[int, list[Any]]] = []
-        self._names: list[tuple[OuterName, Any]] = []
+        self._long: list[tuple[Any, int]] = []  # long containers, and their lengths
+        self._containers: list[tuple[Any, Any]] = []  # containers, and copies of them
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dicts of buffers, and dicts of copies
+        self._watched: list[tuple[str, Any, int, int | None]] = []  # name, tensor, version, address (None: may move)
+        self._changing: list[tuple[int, list[Any]]] = []  # id of a module, its buffers and their versions
+        self._names: list[tuple[OuterName, Any]] = []  # outer names, and their values
         self._generators: list[Any] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._slotted: list[tuple[Any, dict[str, Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []  # arrays, and copies of them
+        self._slotted: list[tuple[Any, dict[str, Any]]] = []  # objects with slots, and the slots' values
         self._seen: set[int] = set()
         self.storages: set[int] = set()
         self._module(module)
@@ -94,9 +112,10 @@ class Then:
         self._states = States(known.drawn, self._generators)
         self._dtype = torch.get_default_dtype()
 
-    # -- taking -----------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------------
 
     def _module(self, module: nn.Module) -> None:
+        """Save a module's attributes and buffers, watch its parameters, and enter its submodules."""
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
@@ -111,7 +130,7 @@ class Then:
                 self._note(value, 0, name)
         if parameters := own["_parameters"]:
             self._containers.append((parameters, parameters.copy()))
-            # FSDP puts whole parameters together for the forward and again for the backward, at other addresses.
+            # FSDP gathers full parameters for the forward and again for the backward, at other addresses.
             moves = own.get("_is_fsdp_managed_module", False)
             for name, parameter in parameters.items():
                 if parameter is not None:
@@ -125,8 +144,9 @@ class Then:
                     self._module(inner)
 
     def _take_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
+        """Copy a module's buffers if its forward may change them; otherwise watch them."""
         changing = self._known.changing
-        # A change of BatchNorm's statistics leaves no trace in their versions.
+        # BatchNorm's kernels update the statistics without a new version of the tensors, so always copy those.
         statistics = isinstance(module, _NormBase) and module.running_mean is not None
         changes = statistics or changing is None or id(module) in changing
         if self._first and changes:
@@ -146,7 +166,13 @@ class Then:
             self._changing.append((id(module), versions))
 
     def _watch(self, name: str, tensor: Any, moves: bool = False) -> None:
-        """Note a tensor that must not change between the forward and its repetition, nor lie elsewhere."""
+        """Watch a tensor whose values and address must not change between the forward and its repetition.
+
+        Args:
+            name: Its name, for messages.
+            tensor: The tensor.
+            moves: Whether its address may change.
+        """
         if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
             raise CannotRepeatError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
         address = None if moves else tensor.data_ptr()
@@ -154,7 +180,7 @@ class Then:
         self.storages.add(tensor.untyped_storage().data_ptr())
 
     def _apart(self, value: Any) -> Any:
-        """An attribute to be put back for the repetition: without the graph, which would keep older ones alive."""
+        """Return an attribute's value without its graph, which would keep those of earlier steps alive."""
         if self._first and isinstance(value, torch.Tensor):
             return _without_graph(value)
         if self._first and type(value) is tuple:
@@ -162,13 +188,13 @@ class Then:
         return value
 
     def _note(self, value: Any, depth: int, name: str) -> None:
-        """Note what can change: containers, generators, tensors and the attributes of plain objects."""
+        """Save a value that can change: a container, generator, tensor, array or plain object."""
         if isinstance(value, torch.Tensor):
             self._watch(name, value)
         elif isinstance(value, _STILL):
             return
         elif is_generator(value):
-            if value is not torch.default_generator and not any(value is one for one in self._generators):
+            if value is not torch.default_generator and not any(value is known for known in self._generators):
                 self._generators.append(value)
         elif type(value).__name__ == "ndarray":
             self._note_array(value, name)
@@ -183,21 +209,22 @@ class Then:
                 self._note_object(value, depth, name)
 
     def _refuse_to_change(self, name: str, value: Any) -> None:
-        """Leave a module alone whose code names what is not put back, and changes things."""
+        """Refuse a module whose code names an object that is not restored, and may modify such objects."""
         if self._first and self._known.changes and name.removeprefix(OuterName.MARK) in self._known.reached:
             kind, entries = type(value).__name__, f" of {len(value)} entries" if hasattr(value, "__len__") else ""
             raise CannotRepeatError(f"{name} is or holds a {kind}{entries}, which it may change and nobody puts back")
 
     def _note_array(self, array: Any, name: str) -> None:
-        """Copy a NumPy array: that a forward writes to it leaves no other trace."""
+        """Copy a NumPy array, which has no version that would tell of writes."""
         if array.nbytes > _LARGEST:
             raise CannotRepeatError(f"{name} is an array of {array.nbytes >> 20} MiB, which it may write to unseen")
-        if not any(array is one for one, _ in self._arrays):
+        if not any(array is known for known, _ in self._arrays):
             self._arrays.append((array, array.copy()))
 
     def _note_object(self, value: Any, depth: int, name: str) -> None:
+        """Save a container or plain object, and enter it."""
         if isinstance(value, nn.Module):
-            # One in a list or a plain object; one that a global or a closure names is not the block's own.
+            # A module in a list or a plain object belongs to the block; one that a global or closure names does not.
             if not name.startswith(OuterName.MARK):
                 self._seen.discard(id(value))
                 self._module(value)
@@ -220,7 +247,7 @@ class Then:
                 self._note(inner, depth + 1, name)
 
     def _keep(self, container: Any) -> Any:
-        """Copy a container, or note the length of a long one; return what of it is to be entered."""
+        """Copy a container, or save the length of a long one. Return the container to enter; an empty one if long."""
         if len(container) > _LONGEST:
             self._long.append((container, len(container)))
             return type(container)() if type(container) in (dict, list, set, deque) else {}
@@ -231,15 +258,17 @@ class Then:
         self._containers.append((container, kept))
         return container
 
-    # -- behind the forward -----------------------------------------------------------------------------
+    # -- after the forward ------------------------------------------------------------------------------
 
     def after(self) -> str:
-        """Look what the forward changed that cannot be put back; "" for nothing.
+        """Return what the forward changed that cannot be restored; "" for nothing. Call it once, after the forward.
 
-        What may change from now on without being noticed is what stands as it does now.
+        It also learns which generators and buffers the module changes, so that later snapshots copy them.
         """
         reason = self._states.drew_unseen()
-        changed = {key for key, versions in self._changing if any(one._version != then for one, then in versions)}
+        changed = {
+            key for key, versions in self._changing if any(buffer._version != before for buffer, before in versions)
+        }
         known = self._known
         unseen = known.changing is not None and not changed <= known.changing
         known.changing = changed if known.changing is None else known.changing | changed
@@ -251,18 +280,18 @@ class Then:
         return f"its forward changes {name} in place" if name else ""
 
     def changed(self) -> str:
-        """Name a parameter, buffer or input that was changed since; "" for none."""
+        """Return the name of a watched parameter, buffer or input that was changed since; "" for none."""
         for name, tensor, version, address in self._watched:
             if tensor._version != version or (address is not None and tensor.data_ptr() != address):
                 return name
         return ""
 
-    # -- putting back -----------------------------------------------------------------------------------
+    # -- restoring --------------------------------------------------------------------------------------
 
     def again(self, module: nn.Module, args: Any) -> Then:
-        """Take the same things as they are now."""
+        """Return a snapshot of the present state that covers everything this one will overwrite."""
         now = Then(self._known, module, args, first=False)
-        # What the module had and has no more is put back for the repetition, too.
+        # The repetition also overwrites objects that the module had in the forward and has no longer.
         seen = {id(container) for container, _ in now._containers}
         for container, _ in (*self._containers, *self._buffers):
             if id(container) not in seen:
@@ -275,10 +304,10 @@ class Then:
         return now
 
     def put_back(self) -> None:
-        """Set all of it to what it was.
+        """Restore everything.
 
         Raises:
-            CannotRepeatError: Something that is too long to be copied has changed.
+            CannotRepeatError: A container that was too long to copy has changed its length.
         """
         for container, kept in self._containers:
             _refill(container, kept)
@@ -288,7 +317,7 @@ class Then:
             if len(container) != length:
                 raise CannotRepeatError(f"a {type(container).__name__} of {length} entries was changed")
         for buffers, copies in self._buffers:
-            buffers.update({name: None if one is None else one.clone() for name, one in copies.items()})
+            buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in copies.items()})
         for place, value in self._names:
             place.write(value)
         for array, contents in self._arrays:
@@ -298,16 +327,17 @@ class Then:
             for name, value in slots.items():
                 object.__setattr__(thing, name, value)
         self._states.put_back()
-        if torch.get_default_dtype() is not self._dtype:  # to set it makes what threads read meanwhile unusable
+        # Only if needed: setting it makes the value unusable that another thread reads at the same moment.
+        if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
 
     def moved_unseen(self) -> bool:
-        """Return whether a generator moved whose state was not copied."""
+        """Return whether the repetition drew from a generator whose state was not copied."""
         return self._states.moved()
 
 
 def _is_put_back(value: Any) -> bool:
-    """Whether what a container or an object holds is put back: not of a long one, nor of some kinds of libraries."""
+    """Return whether the contents of a container or object are restored: not if it is long, or of certain libraries."""
     kind = type(value)
     if isinstance(value, dict | list | deque | set) and len(value) > _LONGEST:
         return False
@@ -315,33 +345,35 @@ def _is_put_back(value: Any) -> bool:
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory and version; all that a graph is to a forward is whether it wants a gradient."""
+    """Return a tensor with the same memory and version without its graph, but with the same `requires_grad`."""
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _slots(thing: Any) -> dict[str, Any]:
-    """The attributes that a plain object keeps in slots."""
+    """Return the attributes that an object has in `__slots__`."""
     names = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
     return {name: getattr(thing, name) for name in names if hasattr(thing, name)}
 
 
 def _refuse_hooks(module: nn.Module) -> None:
+    """Raise `CannotRepeatError` if the script has forward hooks on a module."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
             where = getattr(hook, "__module__", None) or type(hook).__module__
-            if not str(where).startswith(("torch.", "hasten.")):  # ours: the Trainer looks what its first step calls
+            # hasten's own hooks may run twice: the Trainer has some, to see which modules its first step calls.
+            if not str(where).startswith(("torch.", "hasten.")):
                 raise CannotRepeatError(f"its {type(module).__name__} has a forward hook, which would run twice")
 
 
 def _refill(container: Any, kept: Any) -> None:
-    """Give a container the entries that it had, the very same objects."""
+    """Restore a container's entries, which are the very same objects as before."""
     if isinstance(container, dict):
-        # In C, since this is done for each module: the same keys and values, in the same order.
+        # Compare in C, since this is done for each module: the same keys and values, in the same order.
         same = len(container) == len(kept) and all(map(is_, container, kept))
         if not same or not all(map(is_, container.values(), kept.values())):
             kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
             kind.clear(container)
             kind.update(container, kept)
-    elif len(container) != len(kept) or any(one is not other for one, other in zip(container, kept, strict=True)):
+    elif len(container) != len(kept) or any(now is not then for now, then in zip(container, kept, strict=True)):
         container.clear()
         container.update(kept) if isinstance(container, set) else container.extend(kept)
