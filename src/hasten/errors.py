@@ -39,12 +39,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 _REFUSED_WORDS = ("ermission", "No such file", "CalledProcessError", "EOF")
 
 
-def script_fails(reason: str, log: str) -> HastenError:
+def script_fails(reason: str, log: str, resumed: bool = False) -> HastenError:
     """Return the error for a script that fails in a trial without any technique.
 
     Args:
         reason: What it raised, and where.
         log: Its last words, or nothing.
+        resumed: Whether it was to go on from what it had saved in a run before that did not fail.
     """
     sandbox = ""
     if any(word in reason + log for word in _REFUSED_WORDS):  # `h5py.File("out.h5", "w")`, `input()`
@@ -53,6 +54,7 @@ def script_fails(reason: str, log: str) -> HastenError:
             "folder is refused, and there is no input to read"
         )
     said = f"\nIts last words:\n{log}" if log else ""
+    when = ", told to go on from what it saved," if resumed else ""
     return HastenError(
-        f"the script fails by itself, before hasten changed anything: {reason}{said}", f"mend it first{sandbox}"
+        f"the script{when} fails by itself, before hasten changed anything: {reason}{said}", f"mend it first{sandbox}"
     )
