@@ -39,12 +39,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 _REFUSED_WORDS = ("ermission", "No such file", "CalledProcessError", "EOF")
 
 
-def script_fails(reason: str, log: str) -> HastenError:
+def script_fails(reason: str, log: str, resumed: bool = False) -> HastenError:
     """Return the error for a script that fails in a trial even without any technique.
 
     Args:
         reason: The exception that the script raised, and where.
         log: The end of the script's output, or "".
+        resumed: Whether the script was resuming from what an earlier run, which did not fail, had saved.
     """
     sandbox = ""
     # The trial's sandbox may be to blame: it refuses writes by native code (`h5py.File("out.h5", "w")`) outside the
@@ -55,6 +56,8 @@ def script_fails(reason: str, log: str) -> HastenError:
             "folder is refused, and there is no input to read"
         )
     said = f"\nIts last words:\n{log}" if log else ""
+    when = ", resuming from what it saved," if resumed else ""
     return HastenError(
-        f"the script fails without any plan, before hasten changed anything: {reason}{said}", f"fix it first{sandbox}"
+        f"the script{when} fails without any plan, before hasten changed anything: {reason}{said}",
+        f"fix it first{sandbox}",
     )

@@ -100,7 +100,7 @@ def test_a_pipe_where_a_file_should_be(folder: Path, arguments: list[str], words
     assert all(pipe.is_fifo() for pipe in pipes)
 
 
-@pytest.mark.parametrize("verb", ["run --auto", "tune", "check"])
+@pytest.mark.parametrize("verb", ["run --auto", "tune"])
 def test_a_folder_that_was_removed(folder: Path, verb: str) -> None:
     line = f"mkdir gone && cd gone && rmdir ../gone && {HASTEN} {verb} {folder}/train.py"
     done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=60)

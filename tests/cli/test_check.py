@@ -85,6 +85,14 @@ def test_a_script_that_fails_or_trains_nothing(tmp_path: Path, script: str, word
     assert not (tmp_path / "found.json").exists()
 
 
+def test_a_run_that_fails_as_it_goes_on_is_told_from_the_first(tmp_path: Path) -> None:
+    script = training(prelude="import sys\nif '--again' in sys.argv: raise SystemExit('no such option')")
+    done = check(tmp_path, "--resume", "--again", plan=plan_of(batched_fetch=True), script=script)
+    assert done.code == 2, done.out + done.err
+    assert "hasten: the script, told to go on from what it saved, fails by itself" in done.err
+    assert "no such option" in done.err
+
+
 @pytest.mark.timeout(120)
 def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "import time\ntime.sleep(300)")

@@ -134,7 +134,7 @@ class Runs:
     def plain(self, lap: ReferenceRun, begun: Future[tuple[FinishedRun, Any]]) -> Any:
         lap.plain, seen = begun.result()
         if lap.plain.failed:
-            raise script_fails(lap.plain.failed, lap.plain.log)
+            raise script_fails(lap.plain.failed, lap.plain.log, resumed=lap.start is not None)
         if seen is not None and seen["failed"]:
             raise HastenError(
                 f"this training cannot be checked: {seen['failed']}", "please report this script to hasten's authors"

@@ -52,7 +52,7 @@ def gain_of(course: Course, chosen: frozenset[int]) -> float:
 def beside_others(course: Course) -> str:
     """Return a note that other processes disturbed most blocks; "" if they did not."""
     seen = course.posterior.seen
-    return " while others took of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
+    return " while others took much of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
 
 
 def is_auto_plan(content: bytes) -> bool:
