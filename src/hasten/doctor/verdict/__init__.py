@@ -1,1 +1,1 @@
-"""Conclusions from a run's evidence: the saturated resource, what trying on the spot showed, two runs compared."""
+"""Conclusions from a run's evidence: the saturated resource, measured changes, and the comparison of two runs."""

@@ -1,4 +1,9 @@
-"""Runs side by side, before and after: did the step become slower, where, and which findings came and went."""
+"""Compare runs before and after a change: whether the step became slower, in which phase, and which findings changed.
+
+Each side is one run, or several runs of the same training. The 95 % interval of the ratio after / before comes from a
+bootstrap over runs and over stretches of their steps (`interval`), so a slow stretch of one run does not look like a
+regression. `Comparison.slower` applies `RULE`, which `hasten compare --fail-if-slower` uses.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +28,15 @@ RULE = (
     "above 1"
 )
 _RESAMPLES = 2000
-_FEWEST_BLOCKS = 8
-_RUNS_THAT_TELL = 3
+_FEWEST_BLOCKS = 8  # stretches of steps per run; with fewer there is no interval
+_RUNS_THAT_TELL = 3  # runs per side; with fewer the interval hardly covers how much whole runs differ
 
 
 @dataclass(frozen=True)
 class Change:
-    """A quantity before and after; `ratio` is after / before, NaN where it was not measured on both sides.
+    """A quantity before and after; `ratio` is after / before, NaN unless it was measured on both sides.
 
-    `low` and `high` are the ends of the ratio's 95 % interval, NaN where there are too few steps for one.
+    `low` and `high` are the ends of the ratio's 95 % interval, NaN if there are too few steps for an interval.
     """
 
     before: float
@@ -41,28 +46,29 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """After / before: 1.1 is 10 % more."""
+        """The ratio after / before: 1.1 is 10 % more."""
         return self.after / self.before if self.before > 0 and self.after > 0 else math.nan
 
     @property
     def sure(self) -> bool:
-        """There is an interval, and it leaves 1 out."""
+        """Whether there is an interval and it excludes 1."""
         return self.low > 1 or self.high < 1
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Changes from one run, or several of the same, to another.
+    """Changes from one run, or several of the same training, to another.
 
     Attributes:
-        before, after: What each says of its run; of several, that of the middle one, with the mean of their phases.
-        typical: Seconds of a steady step in the median stretch of steps, which a few long steps leave as it is.
-        mean: Mean seconds of a steady step, which they do not.
+        before, after: Diagnosis of each side; of several runs, that of the run with the median step, with the mean step
+            and mean phases of all runs.
+        typical: Seconds of a steady step in the median stretch of steps; a few long steps do not change it.
+        mean: Mean seconds of a steady step; a few long steps do change it.
         phases: Mean seconds of a steady step by phase; they add up to `mean` on each side.
-        memory, gpu_memory: Peaks in bytes; 0 where not measured.
-        came, went: Findings that only the later, or only the earlier, run has; `stayed`: pairs of the others.
-        differences: What else is not alike: machine, versions, command.
-        limits: What this comparison cannot tell.
+        memory, gpu_memory: Peaks in bytes; 0 if not measured.
+        came, went: Findings of the later run only, and of the earlier run only; `stayed`: pairs of the others.
+        differences: Other differences between the runs: machine, versions, command.
+        limits: Sentences on what this comparison cannot tell.
     """
 
     before: Diagnosis
@@ -79,7 +85,7 @@ class Comparison:
     limits: tuple[str, ...] = ()
 
     def slower(self, limit: float) -> bool:
-        """The step became slower by more than `limit` (0.05: 5 %), and that stands out of the scatter (`RULE`).
+        """Return whether the step became slower by more than `limit` (0.05: 5 %), beyond the scatter (see `RULE`).
 
         Raises:
             HastenError: There are too few steps to tell.
@@ -90,10 +96,10 @@ class Comparison:
                 f"{len(self.after.blocks)} after, and each run needs {_FEWEST_BLOCKS}",
                 "listen to more steps of both",
             )
-        return any(one.ratio > 1 + limit and one.low > 1 for one in (self.typical, self.mean))
+        return any(change.ratio > 1 + limit and change.low > 1 for change in (self.typical, self.mean))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for programs; what is not finite is null."""
+        """Return plain values for JSON; NaN and infinity become null."""
         plain = {
             "schema": SCHEMA,
             "rule": RULE,
@@ -103,9 +109,9 @@ class Comparison:
             "phases": {name: _change(change) for name, change in self.phases.items()},
             "peak_memory_bytes": _change(self.memory),
             "peak_gpu_bytes": _change(self.gpu_memory),
-            "findings_came": [dataclasses.asdict(one) for one in self.came],
-            "findings_went": [dataclasses.asdict(one) for one in self.went],
-            "findings_stayed": [[dataclasses.asdict(one), dataclasses.asdict(other)] for one, other in self.stayed],
+            "findings_came": [dataclasses.asdict(finding) for finding in self.came],
+            "findings_went": [dataclasses.asdict(finding) for finding in self.went],
+            "findings_stayed": [[dataclasses.asdict(old), dataclasses.asdict(new)] for old, new in self.stayed],
             "differences": list(self.differences),
             "limits": list(self.limits),
         }
@@ -113,35 +119,35 @@ class Comparison:
 
 
 def compare(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> Comparison:
-    """Put runs side by side.
+    """Compare the runs of two sides.
 
     Args:
-        before: One run, or several of the same training: from three on, the intervals hold how much runs differ.
+        before: One run, or several of the same training; from three on, the intervals include how much runs differ.
         after: Likewise.
     """
-    one, other = _middle(before), _middle(after)
-    came, went, stayed = _findings(one.findings, other.findings)
-    old, new = ([list(filter(_amount, run.blocks)) for run in runs] for runs in (before, after))
-    names = dict.fromkeys([*PHASES, *one.phases, *other.phases])
-    phases = {name: Change(*(_amount(run.phases.get(name)) for run in (one, other))) for name in names}
+    earlier, later = _middle_run(before), _middle_run(after)
+    came, went, stayed = _match_findings(earlier.findings, later.findings)
+    old_blocks, new_blocks = ([list(filter(_amount, run.blocks)) for run in runs] for runs in (before, after))
+    names = dict.fromkeys([*PHASES, *earlier.phases, *later.phases])
+    phases = {name: Change(*(_amount(run.phases.get(name)) for run in (earlier, later))) for name in names}
     return Comparison(
-        one,
-        other,
-        Change(_typical(old), _typical(new), *interval(old, new, statistics.median)),
-        Change(_amount(one.step), _amount(other.step), *interval(old, new, statistics.fmean)),
+        earlier,
+        later,
+        Change(_typical(old_blocks), _typical(new_blocks), *interval(old_blocks, new_blocks, statistics.median)),
+        Change(_amount(earlier.step), _amount(later.step), *interval(old_blocks, new_blocks, statistics.fmean)),
         {name: change for name, change in phases.items() if change.before > 0 or change.after > 0},
-        Change(one.peak_memory_bytes, other.peak_memory_bytes),
-        Change(one.peak_gpu_bytes or 0, other.peak_gpu_bytes or 0),
+        Change(earlier.peak_memory_bytes, later.peak_memory_bytes),
+        Change(earlier.peak_gpu_bytes or 0, later.peak_gpu_bytes or 0),
         tuple(came),
         tuple(went),
         tuple(stayed),
-        tuple(_differences(one, other)),
+        tuple(_differences(earlier, later)),
         tuple(_limits(before, after)),
     )
 
 
-def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
-    """The run whose step is in the middle, with the mean step and phases of all."""
+def _middle_run(runs: Sequence[Diagnosis]) -> Diagnosis:
+    """Return the run with the median step, with the mean step and mean phases of all runs in place of its own."""
     middle = sorted(runs, key=lambda run: _amount(run.step))[len(runs) // 2]
     names = dict.fromkeys(name for run in runs for name in run.phases)
     phases = {name: statistics.fmean(_amount(run.phases.get(name)) for run in runs) for name in names}
@@ -149,87 +155,94 @@ def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
 
 
 def _amount(seconds: float | None) -> float:
-    """Return what was measured; 0 for what was not."""
+    """Return the seconds, or 0 if they were not measured."""
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else 0.0
 
 
 def _typical(runs: Sequence[Sequence[float]]) -> float:
-    """The median stretch, on average over runs; 0 where one has none."""
+    """Return the seconds of a step in the median stretch, averaged over runs; 0 if a run has no stretches."""
     return statistics.fmean([statistics.median(blocks) for blocks in runs]) if all(runs) else 0.0
 
 
 def interval(
     before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]
 ) -> tuple[float, float]:
-    """The ends of the 95 % interval of of(after) / of(before), by bootstrap over runs and stretches of their steps.
+    """Return the ends of the 95 % interval of of(after) / of(before), by bootstrap over runs and their stretches.
 
-    Neighbouring stretches are alike (a slow disk, other load), so they are drawn again in rows (Kuensch 1989, moving
-    blocks); drawn one by one they would give too narrow an interval. NaN where a run has fewer than eight stretches.
+    Neighbouring stretches are correlated (a slow disk, other load), so they are resampled in rows of consecutive
+    stretches (moving blocks, Kuensch 1989); resampling single stretches would give too narrow an interval. NaN if a run
+    has fewer than eight stretches.
 
     Args:
-        before: The stretches of each run.
+        before: For each run, the mean step seconds of its stretches.
         after: Likewise.
-        of: What is compared: the median or the mean.
+        of: The statistic to compare: the median or the mean.
     """
     if any(len(run) < _FEWEST_BLOCKS for run in (*before, *after)):
         return math.nan, math.nan
-    draw = random.Random(0)
+    rng = random.Random(0)  # fixed seed: the same files always give the same verdict
 
-    def again(runs: Sequence[Sequence[float]]) -> float:
-        return statistics.fmean([of(_rows(run, draw)) for run in draw.choices(runs, k=len(runs))])
+    def resampled(runs: Sequence[Sequence[float]]) -> float:
+        return statistics.fmean([of(_moving_blocks(run, rng)) for run in rng.choices(runs, k=len(runs))])
 
-    ratios = sorted(again(after) / again(before) for _ in range(_RESAMPLES))
+    ratios = sorted(resampled(after) / resampled(before) for _ in range(_RESAMPLES))
     return ratios[int(0.025 * _RESAMPLES)], ratios[int(0.975 * _RESAMPLES)]
 
 
-def _rows(blocks: Sequence[float], draw: random.Random) -> list[float]:
-    """As many of the blocks, drawn in rows that follow each other; the last is followed by the first."""
+def _moving_blocks(blocks: Sequence[float], rng: random.Random) -> list[float]:
+    """Return as many blocks, resampled in rows of consecutive blocks; the rows wrap around at the end."""
     row = math.isqrt(len(blocks))
-    starts = [draw.randrange(len(blocks)) for _ in range(math.ceil(len(blocks) / row))]
-    return [blocks[(start + place) % len(blocks)] for start in starts for place in range(row)][: len(blocks)]
+    starts = [rng.randrange(len(blocks)) for _ in range(math.ceil(len(blocks) / row))]
+    return [blocks[(start + offset) % len(blocks)] for start in starts for offset in range(row)][: len(blocks)]
 
 
-def _findings(
+def _match_findings(
     before: Sequence[Finding], after: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding], list[tuple[Finding, Finding]]]:
-    """Return findings that came, went and stayed: of the same rule in the same file, nearest lines first."""
-    left = list(before)
+    """Return the findings that came, went and stayed.
+
+    A finding stayed if the earlier run has one of the same rule in the same file; of several, the one with the nearest
+    line is its pair.
+    """
+    unmatched = list(before)
     came, stayed = [], []
-    for one in after:
-        same = [other for other in left if _key(other) == _key(one)]
+    for finding in after:
+        same = [other for other in unmatched if _key(other) == _key(finding)]
         if not same:
-            came.append(one)
+            came.append(finding)
             continue
-        nearest = min(same, key=lambda other: abs(other.line - one.line))
-        left.remove(nearest)
-        stayed.append((nearest, one))
-    return came, left, stayed
+        nearest = min(same, key=lambda other: abs(other.line - finding.line))
+        unmatched.remove(nearest)
+        stayed.append((nearest, finding))
+    return came, unmatched, stayed
 
 
 def _key(finding: Finding) -> tuple[str, str]:
-    """A script may have moved to another folder, and its lines within it."""
+    """Return the rule and file name; not the folder or line, since the script may have been moved or edited."""
     return finding.name, Path(finding.file).name if finding.file else finding.where
 
 
 def _differences(before: Diagnosis, after: Diagnosis) -> list[str]:
-    one, other = before.ran_on, after.ran_on
+    """Return a sentence per difference of command, versions and machine; unknown values are not compared."""
+    machine, other = before.ran_on, after.ran_on
     pairs: list[tuple[str, object, object]] = [
         ("command", " ".join(before.command), " ".join(after.command)),
         ("torch", before.torch, after.torch),
         ("hasten", before.hasten, after.hasten),
     ]
-    if one is not None and other is not None:
+    if machine is not None and other is not None:
         pairs += [
-            ("processor", one.cpu, other.cpu),
-            ("cores", one.cores, other.cores),
-            ("memory", one.memory_bytes >> 20, other.memory_bytes >> 20),
-            ("GPUs", ", ".join(one.gpus) or "none", ", ".join(other.gpus) or "none"),
-            ("Python", one.python, other.python),
+            ("processor", machine.cpu, other.cpu),
+            ("cores", machine.cores, other.cores),
+            ("memory", machine.memory_bytes >> 20, other.memory_bytes >> 20),
+            ("GPUs", ", ".join(machine.gpus) or "none", ", ".join(other.gpus) or "none"),
+            ("Python", machine.python, other.python),
         ]
     return [f"another {name}: {old} -> {new}" for name, old, new in pairs if old and new and old != new]
 
 
 def _limits(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> list[str]:
+    """Return a sentence per reason why the comparison is less certain than it looks."""
     limits = []
     if min(len(before), len(after)) < _RUNS_THAT_TELL:
         runs = "One run a side" if len(before) == len(after) == 1 else f"{len(before)} and {len(after)} runs"

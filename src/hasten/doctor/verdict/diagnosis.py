@@ -1,4 +1,4 @@
-"""Diagnosis: what doctor says of a run, as plain data. The views print it, `--json` writes it, `compare` reads it."""
+"""Diagnosis: doctor's conclusions about a run, as plain data. Views print it, `--json` writes it, `compare` reads it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Verdict:
 
     Attributes:
         resource: "data", "cpu", "transfer", "gpu", "sync" (host syncs and launch gaps), "network", "disk", "memory",
-            "validation", "checkpoint", "none" (nothing is: under-parallelised, `title` says at which point),
-            "loader" (the training loader was measured in place of training), or "untrained" (no step was seen).
+            "validation", "checkpoint", "none" (no resource is saturated: the training is under-parallelised, and
+            `title` says where), "loader" (the training loader was measured instead of training), or "untrained" (no
+            step was seen).
         title: The answer in a few words: "data-bound: the step waits 61 % of its time for batches".
-        details: Sentences that say how that is known, and what would change it.
+        details: Sentences on how that is known and what would change it.
     """
 
     resource: str
@@ -38,11 +39,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Pauses:
-    """Time outside steady steps. Seconds; NaN or empty where there was none.
+    """Time outside steady steps, in seconds; NaN or empty if there was none.
 
     Attributes:
         start_up: From the process's start to the first step.
-        first_step: Length of the first step (compilation, cuDNN's search, allocator).
+        first_step: Length of the first step (compilation, cuDNN's search for kernels, first allocations).
         epoch_starts: Wait for the first batch of each epoch.
         outliers: Numbers of steps over three times as long as the median, with their seconds (at most 20).
         trend: Relative change of the steady step from the first quarter to the last; 0.1: 10 % slower.
@@ -60,19 +61,19 @@ class Diagnosis:
     """Doctor's conclusions about one run.
 
     Attributes:
-        verdict: The answer.
+        verdict: The saturated resource.
         phases: Mean seconds of a steady step by phase (`hasten.evidence.PHASES`); they add up to `step`.
         step: Mean seconds of a steady step; `median` and `spread` (interquartile range) likewise; 0 without steps.
-        steps: How many training steps were seen.
-        counted: How many of them these figures are of: neither the first ones nor those that were looked into.
+        steps: Number of training steps seen.
+        counted: Number of steps that these figures are computed from: without the first steps and profiled ones.
         blocks: Mean seconds of each of at most 24 stretches of steady steps; their scatter tells how sure `step` is.
         findings: Worst first.
-        machine: What the use of CPU, GPU and network says about the machine to rent, in sentences.
-        unseen: What could not be seen here, and why.
-        notes: What was done to the run: cut after 200 steps, writes kept in a scratch folder.
+        machine: Sentences on the machine to rent, from the use of CPU, GPU, memory and network.
+        unseen: Sentences on what could not be observed, and why.
+        notes: Sentences on how the run was changed: cut after 200 steps, writes kept in a scratch folder.
         ended, error, peak_memory_bytes, peak_gpu_bytes: As in the evidence.
         loader_bench: As in the evidence.
-        ran_on: The machine; None where it is not known. `torch`: the version that ran there.
+        ran_on: The machine; None if unknown. `torch`: the torch version that ran there.
     """
 
     command: tuple[str, ...]
@@ -101,15 +102,15 @@ class Diagnosis:
     schema: str = SCHEMA
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; what is not finite is null."""
+        """Return plain values for JSON; NaN and infinity become null."""
         plain: dict[str, Any] = finite(dataclasses.asdict(self))
         return plain
 
     def write(self, path: Path) -> None:
-        """Write as JSON, whole or not at all.
+        """Write the diagnosis as JSON, atomically.
 
         Raises:
-            HastenError: The file cannot be written, or holds something else.
+            HastenError: The file cannot be written, or exists and is not a diagnosis.
         """
         files.write_own(path, json.dumps(self.as_json(), indent=1, allow_nan=False), "the diagnosis", is_diagnosis)
 
@@ -118,23 +119,28 @@ is_diagnosis = files.json_of(SCHEMA)
 
 
 def read_diagnosis(path: Path) -> Diagnosis:
-    """Read what `--json` wrote.
+    """Read a diagnosis that `--json` wrote.
 
     Raises:
-        HastenError: No such file, or not a diagnosis of this schema.
+        HastenError: There is no such file, or it is not a diagnosis of this schema.
     """
     return read_plain(Diagnosis, path, SCHEMA, "a diagnosis", "run `hasten doctor --json` again")
 
 
 @contextlib.contextmanager
 def makes_sense(path: Path) -> Iterator[None]:
-    """Turn errors of reckoning with a file that a person named into one message: no run leaves such values.
+    """Turn any error of computing with the values of a user's file into one message that names the file.
+
+    The file fits the schema, but was edited or damaged: a step of 1e308 seconds, a negative count.
+
+    Args:
+        path: The file.
 
     Raises:
-        HastenError: Its numbers cannot be reckoned with: a step of 1e308 seconds, a negative count.
+        HastenError: Computing with the file's values failed.
     """
     try:
         yield
     except (ArithmeticError, LookupError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise HastenError(f"{path} holds values that no run leaves ({what})", "listen again") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise HastenError(f"{path} holds values that no run leaves ({cause})", "listen again") from error

@@ -1,4 +1,9 @@
-"""Benchmarks to run on the machine after a run, and on which of its shapes. Plain data, no torch."""
+"""Choose which changes to benchmark on the machine after a run, and with which of its shapes. Plain data, no torch.
+
+Each maker (`_precision`, `_channels`...) belongs to one finding: it looks for layers, optimizers or operators that the
+finding could be about, and yields a `Job` with the case as it ran (`before`) and with the change (`after`). `measure`
+times the jobs; the findings read the result from `Evidence.measured`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +27,13 @@ from hasten.evidence import Evidence, OptimizerFacts, Phase
 from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of, size_of, steady_seconds
 
 PRODUCTS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
-_MANY = 3  # kinds of layer looked at for one rule
-_LONG = 0.06  # seconds of a layer's forward and backward, over which fewer samples are tried
-_BF16 = frozenset({"avx512_bf16", "amx_bf16"})
+_MANY = 3  # groups of layers to try for one finding
+_LONG = 0.06  # seconds of a layer's forward and backward from which it is tried on fewer samples
+_BF16 = frozenset({"avx512_bf16", "amx_bf16"})  # CPU flags; without one, bfloat16 is emulated and slower
 
 
 def jobs(evidence: Evidence) -> list[Job]:
-    """Everything worth trying for this run; what may bring most comes first."""
+    """Return all changes worth trying for this run; those that may save most come first."""
     if steady_seconds(evidence) <= 0:
         return []
     makers = (_optimizers, _double, _precision, _channels, _attention, _odd_sizes, _switches, _bias, _batch, _tools)
@@ -36,13 +41,14 @@ def jobs(evidence: Evidence) -> list[Job]:
 
 
 def _job(finding: str, change: str, group: Group, before: Case, after: Case, detail: str = "") -> Job:
+    """Return a job for a group of layers; if one call takes long, it runs on a part of the batch only."""
     more = f" and {group.others} like it" if group.others else ""
     what = f"{size_of(group.layer)}: {change}"
     times = 1.0
     if group.seconds / group.calls > _LONG and before.shape[0] > 1:
         full = before.shape[0]
         few = max(1, int(full * _LONG * group.calls / group.seconds))
-        few = few - few % 8 or few
+        few = few - few % 8 or few  # a multiple of 8, so that the smaller batch does not itself get slower kernels
         times = full / few
         before = dataclasses.replace(before, shape=(few, *before.shape[1:]))
         after = dataclasses.replace(after, shape=(few, *after.shape[1:]))
@@ -50,6 +56,7 @@ def _job(finding: str, change: str, group: Group, before: Case, after: Case, det
 
 
 def _double(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that compute float64 layers in float32."""
     for group in groups(evidence, PRODUCTS)[:_MANY]:
         if type_of(evidence, group.layer) == "float64":
             before = case_of(evidence, group.layer)
@@ -58,6 +65,7 @@ def _double(evidence: Evidence) -> Iterator[Job]:
 
 
 def _precision(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that compute float32 layers in bfloat16, float16 or TF32, whichever the device supports."""
     machine = evidence.machine
     gpu = on_gpu(evidence)
     if not gpu and not _BF16 & set(machine.cpu_flags):
@@ -75,6 +83,7 @@ def _precision(evidence: Evidence) -> Iterator[Job]:
 
 
 def _channels(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that lay out 2-D convolutions in the channels-last memory format, with their BatchNorm if any."""
     for group in groups(evidence, frozenset({"Conv2d"}))[: _MANY + 1]:
         if group.layer.channels_last or len(group.layer.shape) != 4:
             continue
@@ -85,7 +94,7 @@ def _channels(evidence: Evidence) -> Iterator[Job]:
 
 
 def _switches(evidence: Evidence) -> Iterator[Job]:
-    """cuDNN's choice of kernels."""
+    """Yield jobs that let cuDNN benchmark its kernels for a convolution."""
     if not on_gpu(evidence) or evidence.flags.cudnn_benchmark or evidence.flags.deterministic:
         return
     for group in groups(evidence, PRODUCTS - {"Linear"})[:_MANY]:
@@ -95,26 +104,31 @@ def _switches(evidence: Evidence) -> Iterator[Job]:
 
 
 def _odd_sizes(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that round a layer's size up to a multiple that the device computes faster.
+
+    The first two sizes are tried with every multiple of `aims`, later ones with the smallest only, to save time. A size
+    that would grow by more than 13 % is not tried: the extra work would outweigh the better kernel.
+    """
     kinds = PRODUCTS | {"Embedding", "LSTM", "GRU"}
-    found = 0
+    odd = 0
     for group in groups(evidence, kinds):
         layer = group.layer
         for name in ("out_features", "in_features", "out_channels", "in_channels", "hidden_size", "num_embeddings"):
             size, targets = layer.sizes.get(name, 0), aims(evidence, type_of(evidence, layer))
             if size < 32 or size % targets[0] == 0 or layer.sizes.get("groups", 1) > 1:
                 continue
-            found += 1
-            rounded = dict.fromkeys(-(-size // aim) * aim for aim in (targets if found <= 2 else targets[:1]))
-            for wanted in [one for one in rounded if one <= 1.13 * size]:
+            odd += 1
+            rounded = dict.fromkeys(-(-size // aim) * aim for aim in (targets if odd <= 2 else targets[:1]))
+            for wanted in [larger for larger in rounded if larger <= 1.13 * size]:
                 before = case_of(evidence, layer)
                 change = f"{name} {size} -> {wanted}"
                 yield _job("odd_sizes", change, group, before, _resized(before, name, wanted), f"{name}={wanted}")
-        if found >= _MANY:
+        if odd >= _MANY:
             return
 
 
 def _resized(case: Case, name: str, size: int) -> Case:
-    """The same layer with another size, and an input that fits it."""
+    """Return the same layer with another size, and an input that fits it."""
     shape = case.shape
     if name == "in_features":
         shape = (*shape[:-1], size)
@@ -124,10 +138,10 @@ def _resized(case: Case, name: str, size: int) -> Case:
 
 
 def _batch(evidence: Evidence) -> Iterator[Job]:
-    """The batch size, rounded to the nearest multiple of 8, over the costliest layers.
+    """Yield jobs that round the batch size to the nearest multiple of 8, for the costliest layers.
 
-    Rounded up, the bigger batch must take no more time than the smaller one took; else a batch that is merely bigger
-    would look better.
+    A smaller batch is compared per sample (`scale`). A larger batch is not: it must take no more time than the smaller
+    batch as a whole, since per sample any larger batch tends to look faster.
     """
     loader = evidence.train_loader
     size = loader.batch_size if loader else None
@@ -145,23 +159,25 @@ def _batch(evidence: Evidence) -> Iterator[Job]:
 
 
 def _bias(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that leave out the bias of layers whose output goes into a BatchNorm, which cancels it."""
     biased = [group for group in groups(evidence, PRODUCTS) if group.layer.bias]
     for group in [g for g in biased if norm_of(evidence, g.layer).startswith(("BatchNorm", "SyncBatchNorm"))][:2]:
         norm = f"BatchNorm{group.layer.kind[4]}d" if group.layer.kind.startswith("Conv") else "BatchNorm1d"
         if norm == "BatchNorm1d" and group.layer.kind == "Linear" and len(group.layer.shape) != 2:
-            continue
+            continue  # BatchNorm1d takes the channels from dimension 1, and a Linear has them in the last
         before = dataclasses.replace(case_of(evidence, group.layer), norm=norm)
         yield _job("bias_before_norm", "without its bias", group, before, dataclasses.replace(before, bias=False))
 
 
 def _optimizers(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that use the fused kernel of an optimizer, if the optimizer takes 1 % of the step or more."""
     share = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
     if share < 0.01:
         return
     for optimizer in evidence.optimizers:
         if not optimizer.fusable or optimizer.fused or not optimizer.shapes or not optimizer.steps:
             continue
-        shapes, options = _some(optimizer), _options(optimizer)
+        shapes, options = _shapes(optimizer), _options(optimizer)
         before = Case(optimizer.name, parameters=shapes, foreach=optimizer.foreach, options=options)
         after = dataclasses.replace(before, fused=True, foreach=None)
         what = f"{optimizer.name} on {optimizer.parameters} tensors: fused"
@@ -170,12 +186,13 @@ def _optimizers(evidence: Evidence) -> Iterator[Job]:
 
 
 def _options(optimizer: OptimizerFacts) -> dict[str, bool | float]:
-    kept = ("momentum", "weight_decay", "amsgrad", "nesterov")
-    return {name: value for name in kept if not isinstance(value := optimizer.options.get(name, ""), str)}
+    """Return the options that change how much an optimizer computes; values kept as text are left out."""
+    names = ("momentum", "weight_decay", "amsgrad", "nesterov")
+    return {name: value for name in names if not isinstance(value := optimizer.options.get(name, ""), str)}
 
 
-def _some(optimizer: OptimizerFacts) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the parameters; where there are many numbers in them, every so manieth, so that time and memory do."""
+def _shapes(optimizer: OptimizerFacts) -> tuple[tuple[int, ...], ...]:
+    """Return the parameters' shapes; above 12 million numbers only every n-th, to limit the trial's time and memory."""
     every = 1
     while sum(map(math.prod, optimizer.shapes[::every])) > 12_000_000 and every < len(optimizer.shapes):
         every += 1
@@ -183,28 +200,31 @@ def _some(optimizer: OptimizerFacts) -> tuple[tuple[int, ...], ...]:
 
 
 def _attention(evidence: Evidence) -> Iterator[Job]:
+    """Yield jobs that replace the script's own attention by `scaled_dot_product_attention`."""
     for event in evidence.events_of("attention")[:2]:
         shape = attention_shape(event.detail, evidence.layers)
         if not shape or not event.steps:
             continue
         autocast = next((model.autocast for model in evidence.models if model.autocast), "")
         case = Case("attention", shape=shape, autocast=autocast)
-        words = " x ".join(map(str, shape))
+        sizes = " x ".join(map(str, shape))
         after = dataclasses.replace(case, kind="sdpa")
         calls = event.count / event.steps
-        yield Job("attention_by_hand", f"attention of {words}", case, after, event.where, calls)
+        yield Job("attention_by_hand", f"attention of {sizes}", case, after, event.where, calls)
 
 
 def _tools(evidence: Evidence) -> Iterator[Job]:
-    """Try what a debug tool costs an operator, and what an operator costs that has next to nothing to do."""
-    tiny, one = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
+    """Yield jobs that time the cost of a debug tool per operator, and of an operator that computes almost nothing."""
+    tiny, per_operator = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
     calls = evidence.sampled.calls if evidence.sampled else 0.0
     if evidence.flags.anomaly or evidence.events_of("anomaly"):
         before = dataclasses.replace(tiny, anomaly=True)
-        yield Job("debug_tools_on", "an operator without anomaly detection", before, tiny, "anomaly", calls, times=one)
+        yield Job("debug_tools_on", "an operator without anomaly detection", before, tiny, "anomaly", calls, times=per_operator)
     if evidence.flags.profiler or evidence.events_of("profiler"):
         before = dataclasses.replace(tiny, profiler=True)
-        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=one)
+        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=per_operator)
     compute = seconds_of(evidence, *COMPUTE)
+    # Before and after are the same case: the finding only needs the seconds of such an operator. A step with longer
+    # operators on average cannot spend much of its time on starting them.
     if calls and compute / calls < 40e-6:
-        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, times=one)
+        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, times=per_operator)

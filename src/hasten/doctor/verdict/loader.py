@@ -1,4 +1,4 @@
-"""Conclusions from a loader benchmark: how many workers are enough, and what holds the loader up."""
+"""Conclusions from a loader benchmark: how many workers are enough, and what makes the loader slow."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STAGE_WORDS = {
     "other": "the dataset's own code",
 }
 STAGES = tuple(STAGE_WORDS)
-_AS_GOOD = 1.1  # as fast, within the noise of a bench
-_CROWDED = 0.3  # cores that others keep busy, above which it is said
-_MUCH = 0.1  # share of a step, of a batch: worth a word
+_AS_GOOD = 1.1  # ratio of two speeds up to which they count as equal, within the noise of a benchmark
+_CROWDED = 0.3  # number of cores kept busy by other processes, above which a detail says so
+_MUCH = 0.1  # share of a sample's or a worker's time from which a remark mentions it
 
 
 def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
-    """The answer for a run whose training loader was measured in place of training."""
+    """Return the verdict of a run whose training loader was measured instead of training."""
     loader = bench.loader
     size = f", batches of {loader.batch_size}" if loader.batch_size else ""
     samples = f", {loader.samples:,} samples" if loader.samples else ""
@@ -38,7 +38,7 @@ def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
 
 
 def title(bench: LoaderBench) -> str:
-    """Return what was found, in one line."""
+    """Return the result of the benchmark in one line: the best number of workers, its speed and the costliest stage."""
     best, none = bench.best, bench.rate_of(0)
     if best is None:
         failure = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
@@ -58,12 +58,12 @@ def title(bench: LoaderBench) -> str:
 
 
 def remarks(bench: LoaderBench) -> list[str]:
-    """Return what else the figures say, most important first."""
+    """Return the other conclusions from the benchmark, most important first."""
     return [*_failures(bench), *_own(bench), *_training(bench), *_starts(bench), *_python(bench), *bench.notes]
 
 
 def _crowded(evidence: Evidence) -> list[str]:
-    """Whether others were busy on the machine meanwhile."""
+    """Return a sentence if other processes kept the machine busy during the benchmark."""
     own = [cores for cores in evidence.used.cpu if math.isfinite(cores)]
     if not own:
         return []
@@ -75,7 +75,12 @@ def _crowded(evidence: Evidence) -> list[str]:
 
 
 def consumed(evidence: Evidence, facts: LoaderFacts) -> Consumed | None:
-    """Return what a training took of its loader, in its steady steps; None where it had none."""
+    """Return how much a training took from its loader in its steady steps; None if it had no loader or no such steps.
+
+    Args:
+        evidence: The training's evidence.
+        facts: The benchmarked loader; its batch size is used if the training's is unknown.
+    """
     if evidence.train_loader is None:
         return None
     steps = [evidence.step_phases[index] for index in evidence.steady()]
@@ -93,8 +98,8 @@ def consumed(evidence: Evidence, facts: LoaderFacts) -> Consumed | None:
 
 
 def _failures(bench: LoaderBench) -> list[str]:
-    """Numbers of workers that could not be measured, by reason; nothing where the verdict says it."""
-    if bench.best is None:
+    """Return a sentence per reason why some numbers of workers failed."""
+    if bench.best is None:  # all failed: the title says why
         return []
     reasons: dict[tuple[str, str], list[str]] = {}
     for rate in bench.rates:
@@ -107,7 +112,7 @@ def _failures(bench: LoaderBench) -> list[str]:
 
 
 def _own(bench: LoaderBench) -> list[str]:
-    """The script's own number of workers beside the best."""
+    """Compare the script's own number of workers with the best."""
     best, own = bench.best, bench.rate_of(bench.loader.num_workers)
     if best is None or own is None or len(bench.measured) == 1:
         return []
@@ -119,7 +124,7 @@ def _own(bench: LoaderBench) -> list[str]:
 
 
 def _training(bench: LoaderBench) -> list[str]:
-    """Return what a training took, beside what the loader can give."""
+    """Compare the speed of a training with that of its loader alone, if the training's evidence was given."""
     took = bench.consumed
     if took is None:
         return []
@@ -132,6 +137,8 @@ def _training(bench: LoaderBench) -> list[str]:
         return [f"{sentence}: the loader does not hold it up"]
     if alone is None:
         return [sentence]
+    # Much faster without the training, and yet the training waited: the training's own threads take the CPU time that
+    # the workers need.
     if alone.samples_per_s > 1.5 * took.samples_per_s and took.workers:
         ratio = words.times(alone.samples_per_s / took.samples_per_s)
         return [f"{sentence}, although these workers alone give {ratio} of that: beside the training they lack CPU"]
@@ -139,30 +146,31 @@ def _training(bench: LoaderBench) -> list[str]:
 
 
 def _starts(bench: LoaderBench) -> list[str]:
-    """The wait at the begin of each epoch."""
+    """Return the wait for the first batch of each epoch, and what persistent workers would make of it."""
     loader, own = bench.loader, bench.rate_of(bench.loader.num_workers)
     if own is None or not loader.num_workers:
         return []
-    stays = words.duration(own.epoch_start)
+    persistent = words.duration(own.epoch_start)
     if loader.persistent_workers or own.epoch_start is None:
-        return [f"an epoch's first batch comes after {stays if own.epoch_start else words.duration(own.first_batch)}"]
+        return [f"an epoch's first batch comes after {persistent if own.epoch_start else words.duration(own.first_batch)}"]
     wait, cure = words.duration(own.first_batch), "persistent_workers=True"
-    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {stays}"]
+    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {persistent}"]
 
 
 def _python(bench: LoaderBench) -> list[str]:
+    """Return sentences if pure Python, or passing batches on, takes much of a worker's time."""
     stages = bench.stages
-    found = []
+    sentences = []
     if stages is not None and stages.python >= _MUCH:
         place = f", most of it in {words.clean(stages.hottest)}" if stages.hottest else ""
-        found.append(f"{words.percent(stages.python)} of a sample's time is the dataset's own pure Python{place}")
+        sentences.append(f"{words.percent(stages.python)} of a sample's time is the dataset's own pure Python{place}")
     if stages is not None and stages.copies >= _MUCH:
-        found.append(f"{words.percent(stages.copies)} of a worker's time goes into passing batches on")
-    return found
+        sentences.append(f"{words.percent(stages.copies)} of a worker's time goes into passing batches on")
+    return sentences
 
 
 def speed(samples_per_s: float) -> str:
-    """`5,200 samples/s`; below ten, with what tells."""
+    """Return a speed as text: `5,200 samples/s`; below ten with two significant digits."""
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 10 else f"{samples_per_s:.2g} samples/s"
 
 

@@ -1,4 +1,4 @@
-"""Which machine to rent, by what a run used of CPU, GPU, memory and network."""
+"""Advise which machine to rent, from a run's use of CPU, GPU, memory and network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from hasten.evidence import Evidence, GpuUse
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import process_peak
 
-_ENOUGH = 4  # samples
-_IDLE = 0.5  # share of the cores below which a smaller machine is spoken of
-_MUCH_MEMORY = 8 * 2**30
+_ENOUGH = 4  # samples in the steady steps; with fewer there is no advice
+_IDLE = 0.5  # share of the cores below which a smaller machine is suggested
+_MUCH_MEMORY = 8 * 2**30  # bytes; with less memory there is nothing to save
 
 
 def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
-    """Sentences; none where nobody sampled the machine for long enough."""
+    """Return the advice in sentences; none if the machine's use was not sampled for long enough.
+
+    Args:
+        evidence: The run's evidence.
+        phases: Mean seconds of a steady step by phase.
+    """
     use = steady_use(evidence)
     if use is None or use.samples < _ENOUGH:
         return ()
@@ -29,8 +34,16 @@ def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
+    """Return sentences on the number of cores.
+
+    Args:
+        evidence: The run's evidence.
+        use: Use of the machine in the steady steps.
+        waits: Share of the step that waits for data, 0 to 1.
+    """
     cores, sentences = evidence.machine.cores, []
-    crowded = use.others >= 0.25 * cores  # what it used is then no sign of what it could use
+    # Other processes competed for the cores, so the training may have used fewer than it could.
+    crowded = use.others >= 0.25 * cores
     idle = use.cpu < _IDLE * cores and not crowded
     if use.worker_count >= 1 and waits < 0.1:
         sentences.append(
@@ -38,7 +51,7 @@ def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
             f"{use.workers:.1f} of {cores} cores and the step waits {percent(waits)} of its time for them"
         )
     if idle and cores >= 2:
-        need = max(1, math.ceil(use.high_cpu * 1.1))
+        need = max(1, math.ceil(use.high_cpu * 1.1))  # the highest use but for 5 % of the samples, and 10 % in reserve
         if need < cores:
             sentences.append(f"{need} of these {cores} cores suffice for it as it is: it used {use.cpu:.1f}")
     elif use.cpu >= 0.9 * cores:
@@ -47,6 +60,7 @@ def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
 
 
 def _ratios(use: SteadyUse) -> list[str]:
+    """Return how much CPU and network the run used for each second of GPU work."""
     worked = use.gpu * use.gpus
     if worked <= 0.01:
         return []
@@ -59,6 +73,7 @@ def _ratios(use: SteadyUse) -> list[str]:
 
 
 def _memory(evidence: Evidence) -> list[str]:
+    """Return a sentence if the run used little or nearly all of the memory."""
     peak, there = process_peak(evidence), evidence.machine.memory_bytes
     if there < _MUCH_MEMORY or peak <= 0:
         return []
@@ -68,6 +83,7 @@ def _memory(evidence: Evidence) -> list[str]:
 
 
 def _gpu(gpu: GpuUse) -> list[str]:
+    """Return sentences on a GPU's memory, and on throttling."""
     sentences = []
     if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
         took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30

@@ -1,4 +1,8 @@
-"""Advice is measured: changes tried on this machine, after the run, on the very shapes that the run had."""
+"""Benchmark changes on this machine after a run, on the run's own shapes, so that advice rests on measurements.
+
+`jobs` chooses the changes, a separate process (`measure_process`) times them, and the results go into
+`Evidence.measured`, where findings read them.
+"""
 
 from __future__ import annotations
 
@@ -15,60 +19,63 @@ from hasten.evidence import Evidence, Measurement
 from hasten.evidence.weigh import on_gpu
 from hasten.techniques.memory.allocator import TUNABLES
 
-SECONDS = 12.0
-
+SECONDS = 12.0  # default limit for all changes together
 INTERRUPTED = "interrupted"  # why a change could not be tried
 
 
 def measure(evidence: Evidence, seconds: float = SECONDS) -> tuple[Measurement, ...]:
-    """Try what may help the run that left this evidence, before and after in turn, on its own layers and sizes.
+    """Benchmark the changes that may help a run, before and after in turn, on the run's own layers and sizes.
 
-    Call it once the training is over (it needs the machine to itself) and on the machine that it ran on, and keep
-    what it gives: `dataclasses.replace(evidence, measured=measure(evidence))`; findings read it there. It works in a
-    process of its own, with the threads the training had, so torch is not imported here and a crash harms nobody.
+    Call it after the training has ended (it needs the machine to itself), on the machine that the training ran on, and
+    store the result: `dataclasses.replace(evidence, measured=measure(evidence))`. The benchmarks run in a separate
+    process with the training's number of threads, so torch is not imported here and a crash does no harm.
 
     Args:
-        evidence: With `layers`, `optimizers`, `sampled` and the like; without them there is nothing to try.
-        seconds: For all of it, the import of torch left out; what finds no time is left out and said.
+        evidence: Evidence with `layers`, `optimizers`, `sampled` and the like; without them there is nothing to try.
+        seconds: Limit for all changes together, excluding the import of torch. Changes for which no time is left are
+            not tried, and their `failed` says so.
 
     Returns:
-        One a change, those that failed too (`failed` says why). Empty where nothing is worth trying. Never raises.
+        One measurement per change, including failed ones (`failed` says why); empty if nothing is worth trying. Never
+        raises.
     """
     return in_turn(jobs(evidence), "cuda" if on_gpu(evidence) else "cpu", evidence.flags.threads, seconds)
 
 
 def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) -> tuple[Measurement, ...]:
-    """Run jobs in a process of their own."""
+    """Run jobs in a separate process, one after the other; as `measure`, never raises."""
     if not wanted:
         return ()
-    asked = {
+    request = {
         "device": device,
         "threads": threads,
         "seconds": seconds,
         "jobs": [dataclasses.asdict(job) for job in wanted],
     }
-    # The training's own settings must not reach it: taps and the like. Whether glibc gives freed memory back is a
-    # matter of what lies beside it, which a trial cannot repeat: it keeps all of it, so that none pays page faults.
+    # hasten's settings for the training, such as its taps, must not reach this process. Whether glibc returns freed
+    # memory to the kernel depends on the neighbouring allocations of the training, which a trial cannot reproduce. So
+    # glibc keeps all memory here, and neither side pays for page faults.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HASTEN_")}
     environment.setdefault("GLIBC_TUNABLES", TUNABLES)
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "hasten.doctor.verdict.measure_process"],
-            input=json.dumps(asked),
+            input=json.dumps(request),
             capture_output=True,
             text=True,
             timeout=seconds + 60.0,  # for the import of torch, and a first call that compiles
             env=environment,
             check=False,
         )
-        if ran.returncode:
-            return _failed(wanted, (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
-        return tuple(Measurement(**one) for one in json.loads(ran.stdout.splitlines()[-1]))
-    except KeyboardInterrupt:  # who does not want to wait is told what was found without it
+        if process.returncode:
+            return _failed(wanted, (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+        # The last line only: libraries may print to standard output while they are imported.
+        return tuple(Measurement(**fields) for fields in json.loads(process.stdout.splitlines()[-1]))
+    except KeyboardInterrupt:  # Ctrl-C ends the benchmarks only: the diagnosis follows without them
         return _failed(wanted, INTERRUPTED)
     except subprocess.TimeoutExpired:
         return _failed(wanted, f"took longer than {seconds + 60.0:.0f} s")
-    except (OSError, ValueError, TypeError, LookupError) as error:  # it must not spoil the diagnosis
+    except (OSError, ValueError, TypeError, LookupError) as error:  # the diagnosis must not fail for want of benchmarks
         return _failed(wanted, f"{type(error).__name__}: {error}")
 
 
