@@ -89,7 +89,7 @@ def test_a_run_that_fails_as_it_goes_on_is_told_from_the_first(tmp_path: Path) -
     script = training(prelude="import sys\nif '--again' in sys.argv: raise SystemExit('no such option')")
     done = check(tmp_path, "--resume", "--again", plan=plan_of(batched_fetch=True), script=script)
     assert done.code == 2, done.out + done.err
-    assert "hasten: the script, told to go on from what it saved, fails by itself" in done.err
+    assert "hasten: the script, resuming from what it saved, fails without any plan" in done.err
     assert "no such option" in done.err
 
 
