@@ -294,7 +294,7 @@ def test_a_script_that_lays_out_its_images_itself_is_left_alone(train: Train, ow
     plain, changed = train(script), train(script, channels_last=True)
     assert identical(plain.left, changed.left)
     assert "itself" in changed.installed["channels_last"]
-    assert "hasten: channels_last lets go" in changed.err
+    assert "hasten: channels_last does not act from here on" in changed.err
 
 
 def test_what_is_scripted_traced_and_pickled_is_as_without(train: Train) -> None:

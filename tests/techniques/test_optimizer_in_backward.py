@@ -13,7 +13,7 @@ from torch._prims.rng_prims import run_with_rng_state
 from hasten import HastenError, Plan
 from hasten.techniques import CATALOGUE, Refusal, check
 from hasten.techniques.memory.step_in_backward import SpentGradient
-from hasten.techniques.memory.weights_at_rest import AtRest
+from hasten.techniques.memory.weights_at_rest import WeightsWatch
 from tests.techniques.conftest import Train, evidence_of, identical
 
 SCRIPT = """
@@ -310,7 +310,7 @@ def test_operators_of_higher_order_are_looked_at_as_others() -> None:
     """A compiled backward recomputes by `run_with_rng_state`, which knew no rule for the mode that looks."""
     weight, other = torch.ones(3), torch.ones(3)
     again = functools.partial(run_with_rng_state, torch.get_rng_state(), torch.ops.aten.sin.default)
-    at_rest = AtRest(lambda operation: pytest.fail(operation))
+    at_rest = WeightsWatch(lambda operation: pytest.fail(operation))
     at_rest.begin()
     try:
         at_rest.add(weight)

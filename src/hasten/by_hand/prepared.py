@@ -20,7 +20,7 @@ from hasten.loading import changed, with_options, with_techniques
 from hasten.plan import Setting
 from hasten.run import Run
 from hasten.techniques import CATALOGUE, build
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 
 def sort(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -74,14 +74,16 @@ class Prepared:
         self._cast = AutocastContext(precision)
         self._wrapped_forwards: list[WrappedForward] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._backward: Replaced | None = None
+        self._backward: ReplacedFunction | None = None
         for line in remarks:
             messages.tell(f"hasten: {line}")
         self._run.process()
         if self._run.acting("backward"):
             # Replace torch.autograd.backward, so that techniques act on a plain `loss.backward()` (loss scaling, say)
             # as on `hasten.backward(loss)`.
-            self._backward = Replaced(torch.autograd, "backward", lambda plain: self._run.wrapped("backward", plain))
+            self._backward = ReplacedFunction(
+                torch.autograd, "backward", lambda plain: self._run.wrapped("backward", plain)
+            )
             self._backward.put_in_place()
         if settings:
             atexit.register(self._say_idle)

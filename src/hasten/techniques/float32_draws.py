@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.replaced import ReplacedFunction, Replacements
 
 _IN_PLACE = ("normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_")
 _LIKE = ("randn_like", "rand_like", "randn", "rand", "normal", "bernoulli")
@@ -70,13 +70,13 @@ def as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return again
 
 
-def _functions() -> list[Replaced]:
+def _functions() -> list[ReplacedFunction]:
     import torch
 
     tensor = torch.Tensor
     return [
-        *(Replaced(tensor, name, _in_place) for name in _IN_PLACE),
-        *(Replaced(torch, name, _like) for name in _LIKE),
+        *(ReplacedFunction(tensor, name, _in_place) for name in _IN_PLACE),
+        *(ReplacedFunction(torch, name, _like) for name in _LIKE),
     ]
 
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.replaced import ReplacedFunction, Replacements
 
 Told = Callable[[Any, str], None]
 
@@ -65,16 +65,16 @@ def _tell(watching: Any, what: str) -> None:
         told(technique, what)
 
 
-def _hooks() -> list[Replaced]:
+def _hooks() -> list[ReplacedFunction]:
     import torch
 
     tensor, function = torch.Tensor, torch.autograd.Function
     return [
-        Replaced(tensor, "register_hook", _telling("a hook on a tensor")),
-        Replaced(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
-        Replaced(tensor, "retain_grad", _telling("retain_grad")),
+        ReplacedFunction(tensor, "register_hook", _telling("a hook on a tensor")),
+        ReplacedFunction(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
+        ReplacedFunction(tensor, "retain_grad", _telling("retain_grad")),
         # Hooks on graph nodes; a module's full backward hooks register theirs here in each forward too.
-        Replaced(function, "_register_hook", _telling("a backward hook")),
+        ReplacedFunction(function, "_register_hook", _telling("a backward hook")),
     ]
 
 
@@ -91,7 +91,7 @@ def _telling(what: str) -> Callable[[Any], Any]:
     return change
 
 
-def _own_ways() -> list[Replaced]:
+def _own_ways() -> list[ReplacedFunction]:
     import torch
 
     def telling_grad(plain: Any) -> Any:
@@ -109,7 +109,10 @@ def _own_ways() -> list[Replaced]:
 
         return scale
 
-    return [Replaced(torch.autograd, "grad", telling_grad), Replaced(torch.amp.GradScaler, "scale", telling_scale)]
+    return [
+        ReplacedFunction(torch.autograd, "grad", telling_grad),
+        ReplacedFunction(torch.amp.GradScaler, "scale", telling_scale),
+    ]
 
 
 _HOOKS, _OWN_WAYS = Replacements(_hooks), Replacements(_own_ways)

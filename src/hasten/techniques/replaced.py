@@ -12,11 +12,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_in_place: dict[int, Replaced] = {}  # id of a wrapper that is in place -> its Replaced
+_in_place: dict[int, ReplacedFunction] = {}  # id of a wrapper that is in place -> its Replaced
 _known_to_torchscript: list[Any] = []
 
 
-class Replaced:
+class ReplacedFunction:
     """A function and the wrapper that replaces it. TorchScript compiles the wrapper as the plain function.
 
     Args:
@@ -80,9 +80,9 @@ class Replacements:
         functions: Returns them; called when they are first needed, after torch was imported.
     """
 
-    def __init__(self, functions: Callable[[], Iterable[Replaced]]) -> None:
+    def __init__(self, functions: Callable[[], Iterable[ReplacedFunction]]) -> None:
         self._make = functions
-        self._functions: list[Replaced] | None = None
+        self._functions: list[ReplacedFunction] | None = None
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def need(self, user: Any) -> None:

@@ -2,7 +2,7 @@
 
 A hook on each parameter steps it and drops its gradient, so all gradients are never in memory at once. This is only
 right if nothing needs a gradient, or the old weight, later in the step: `_refusal` checks that before training, and
-`AtRest` and `_once` catch a backward that uses a stepped weight again.
+`WeightsWatch` and `_once` catch a backward that uses a stepped weight again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from hasten.errors import HastenError
 from hasten.techniques.memory import step_in_backward as stepping
-from hasten.techniques.memory.step_in_backward import OneByOne, in_order, tensors_of, why_not
-from hasten.techniques.memory.weights_at_rest import AtRest
+from hasten.techniques.memory.step_in_backward import ParameterStepper, in_order, tensors_of, why_not
+from hasten.techniques.memory.weights_at_rest import WeightsWatch
 
 if TYPE_CHECKING:
     from hasten.trainer.hooks import Hooks
@@ -72,8 +72,8 @@ class _Stepper:
 
     def __init__(self, trainer: Trainer, optimizer: Any, names: dict[int, str]) -> None:
         self._progress, self._names = trainer.progress, names
-        self._optimizer, self._one_by_one = optimizer, OneByOne(optimizer)
-        self.at_rest = AtRest(_touched)
+        self._optimizer, self._one_by_one = optimizer, ParameterStepper(optimizer)
+        self.at_rest = WeightsWatch(_touched)
         self._stepped: dict[int, int] = {}  # id of a parameter -> the global step in which it was stepped
         self._of_step = -1
 

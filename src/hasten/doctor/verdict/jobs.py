@@ -219,10 +219,20 @@ def _tools(evidence: Evidence) -> Iterator[Job]:
     calls = evidence.sampled.calls if evidence.sampled else 0.0
     if evidence.flags.anomaly or evidence.events_of("anomaly"):
         before = dataclasses.replace(tiny, anomaly=True)
-        yield Job("debug_tools_on", "an operator without anomaly detection", before, tiny, "anomaly", calls, times=per_operator)
+        yield Job(
+            "debug_tools_on",
+            "an operator without anomaly detection",
+            before,
+            tiny,
+            "anomaly",
+            calls,
+            times=per_operator,
+        )
     if evidence.flags.profiler or evidence.events_of("profiler"):
         before = dataclasses.replace(tiny, profiler=True)
-        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=per_operator)
+        yield Job(
+            "debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=per_operator
+        )
     compute = seconds_of(evidence, *COMPUTE)
     # Before and after are the same case: the finding only needs the seconds of such an operator. A step with longer
     # operators on average cannot spend much of its time on starting them.

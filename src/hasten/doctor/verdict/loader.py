@@ -152,7 +152,9 @@ def _starts(bench: LoaderBench) -> list[str]:
         return []
     persistent = words.duration(own.epoch_start)
     if loader.persistent_workers or own.epoch_start is None:
-        return [f"an epoch's first batch comes after {persistent if own.epoch_start else words.duration(own.first_batch)}"]
+        return [
+            f"an epoch's first batch comes after {persistent if own.epoch_start else words.duration(own.first_batch)}"
+        ]
     wait, cure = words.duration(own.first_batch), "persistent_workers=True"
     return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {persistent}"]
 

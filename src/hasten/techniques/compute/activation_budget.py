@@ -12,7 +12,7 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.techniques.compute.draws import draws
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 _SETTING, _CHOICE = "activation_memory_budget", "choose_saved_values_set"
 
@@ -35,7 +35,7 @@ class ActivationBudget:
         # cache may hold graphs that plain torch made with exactly that budget, whose dropout is wrong.
         self._budget = budget * (1 - 2.0**-30)
         self._left_alone = left_alone
-        self._choice: Replaced | None = None
+        self._choice: ReplacedFunction | None = None
 
     def put_in_place(self, configure: Callable[[Any, str, Any], None]) -> None:
         """Set the budget, and wrap the partitioner's choice.
@@ -57,7 +57,7 @@ class ActivationBudget:
             )
         configure(config, _SETTING, self._budget)
         if self._choice is None:
-            self._choice = Replaced(partitioners, _CHOICE, self._change)
+            self._choice = ReplacedFunction(partitioners, _CHOICE, self._change)
         self._choice.put_in_place()
 
     def put_back(self) -> None:

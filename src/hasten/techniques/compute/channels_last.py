@@ -131,7 +131,7 @@ class ChannelsLast(Technique):
             self.refused(why)
         if self.active:
             LAYOUT.clear()
-            messages.tell(f"hasten: channels_last lets go: {why}. Take it out of the plan.")
+            messages.tell(f"hasten: channels_last does not act from here on: {why}. Remove it from the plan.")
 
 
 def has_2d_convolution(model: Any) -> bool:

@@ -25,7 +25,7 @@ from hasten.evidence.libraries import is_library
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.activation_budget import ActivationBudget
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 from hasten.techniques.switches import Switches
 
 KERNEL_THREADS = "HASTEN_KERNEL_THREADS"
@@ -78,7 +78,7 @@ class Compile(Technique):
         self._budget = ActivationBudget(budget, self.refused) if budget < 1 else None
         self._switches = Switches()
         self._given_up = False
-        self._gradients: list[Replaced] = []
+        self._gradients: list[ReplacedFunction] = []
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be compiled by `on`
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         # Model -> its compiled call, while `off` has taken it out. The call refers to its model, so the model lives on.
@@ -294,12 +294,14 @@ class Compile(Technique):
 
         if not self._gradients:
             everywhere = torch.nn.modules.module
-            self._gradients = [Replaced(torch.autograd, "grad", functools.partial(noticing, 4))]
-            self._gradients.append(Replaced(torch.autograd, "backward", functools.partial(noticing, 3)))
+            self._gradients = [ReplacedFunction(torch.autograd, "grad", functools.partial(noticing, 4))]
+            self._gradients.append(ReplacedFunction(torch.autograd, "backward", functools.partial(noticing, 3)))
             # Each function of torch.autograd.functional calls this before it calls the model.
-            self._gradients.append(Replaced(torch.autograd.functional, "_grad_preprocess", self._preparing))
-            self._gradients += [Replaced(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")]
-            self._gradients += [Replaced(everywhere, name, hooked) for name in _ON_ALL_MODULES]
+            self._gradients.append(ReplacedFunction(torch.autograd.functional, "_grad_preprocess", self._preparing))
+            self._gradients += [
+                ReplacedFunction(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")
+            ]
+            self._gradients += [ReplacedFunction(everywhere, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
 
@@ -317,20 +319,20 @@ class Compile(Technique):
         failing `assert` about a tensor raises another error, and the backward overwrites the activations that the
         forward saved, though a graph may be differentiated again (`retain_graph=True`). Also, two draws that look alike
         (two times `torch.randn_like(x)`) are merged into one, because torch's list of random operators lacks some
-        (2.13): it is replaced by `Draws`, which has all. (To switch off the search for common subexpressions instead
-        made a GPT's step 15 % slower.) A script that only uses torch.compile itself keeps the defaults.
+        (2.13): it is replaced by `RandomOperators`, which has all. (To switch off the search for common subexpressions
+        instead made a GPT's step 15 % slower.) A script that only uses torch.compile itself keeps the defaults.
         """
         import torch._functorch.compile_utils
         import torch._functorch.config
 
-        from hasten.techniques.compute.draws import Draws
+        from hasten.techniques.compute.draws import RandomOperators
 
         self._configure("skip_nnmodule_hook_guards", False)
         self._configure("use_numpy_random_stream", True)
         self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)
-        if not isinstance(listed := torch._functorch.compile_utils.rand_ops, Draws):
-            self._set(torch._functorch.compile_utils, "rand_ops", Draws(listed))
+        if not isinstance(listed := torch._functorch.compile_utils.rand_ops, RandomOperators):
+            self._set(torch._functorch.compile_utils, "rand_ops", RandomOperators(listed))
 
 
 def differentiates_again(home: str) -> str:

@@ -14,7 +14,7 @@ from hasten.errors import HastenError
 from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 
 class DebugOff(Technique):
@@ -47,7 +47,7 @@ class DebugOff(Technique):
         super().__init__(setting)
         self._wish: _Wish | None = None
         self._switch: Any = None  # torch's own `set_anomaly_enabled`
-        self._replaced: list[Replaced] = []
+        self._replaced: list[ReplacedFunction] = []
 
     def on(self) -> None:
         """Switch anomaly detection off for the next forward, if the script has it on."""
@@ -104,11 +104,11 @@ class DebugOff(Technique):
         # it starts and restores what it read at its end. torch.autograd imports `_engine_run_backward` from
         # torch.autograd.graph by name, so both names are replaced.
         self._replaced = [
-            Replaced(torch, "set_anomaly_enabled", telling),
-            Replaced(torch, "is_anomaly_enabled", lambda plain: lambda: wish.enabled),
-            Replaced(torch, "is_anomaly_check_nan_enabled", lambda plain: lambda: wish.check_nan),
-            Replaced(torch.autograd, "_engine_run_backward", looking),
-            Replaced(torch.autograd.graph, "_engine_run_backward", looking),
+            ReplacedFunction(torch, "set_anomaly_enabled", telling),
+            ReplacedFunction(torch, "is_anomaly_enabled", lambda plain: lambda: wish.enabled),
+            ReplacedFunction(torch, "is_anomaly_check_nan_enabled", lambda plain: lambda: wish.check_nan),
+            ReplacedFunction(torch.autograd, "_engine_run_backward", looking),
+            ReplacedFunction(torch.autograd.graph, "_engine_run_backward", looking),
         ]
         for function in self._replaced:
             function.put_in_place()

@@ -6,7 +6,7 @@ from collections.abc import Container
 from typing import Any
 
 
-class Draws:
+class RandomOperators:
     """Container of all operators that draw random numbers, to replace an incomplete list of torch's (`rand_ops`).
 
     An operator is in it if it is listed, or if torch has tagged one of its overloads as random.

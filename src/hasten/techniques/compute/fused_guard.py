@@ -189,7 +189,7 @@ def _why_not(param: Any, grad: Any, states: list[Any], step: Any) -> str:
         if (tensor.dtype, tensor.device, tensor.shape) != (param.dtype, param.device, param.shape):
             return "gradients or states of another type than their parameter"
         if tensor.stride() != param.stride() and (tensor is not grad or _steps(grad) != _steps(param)):
-            return "gradients or states that lie otherwise in memory than their parameter"
+            return "gradients or states with other strides than their parameter"
         if tensor.is_neg():
             return "gradients or states with a sign that is still to be applied"
     return ""

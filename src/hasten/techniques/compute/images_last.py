@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from hasten.data.code_references import codes_of
 from hasten.techniques.compute.untraceable import methods_in, own_functions
 from hasten.techniques.nested import tensors_in
-from hasten.techniques.replaced import Replaced, plain_of
+from hasten.techniques.replaced import ReplacedFunction, plain_of
 
 _LAST = torch.channels_last
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,8 +77,8 @@ class Layout:
         self.weights: dict[int, weakref.ref[Any]] = {}
         self.let_go: Callable[[str], None] = lambda why: None
         self.acts = False
-        self._convolutions: list[Replaced] = []
-        self._others: list[Replaced] = []
+        self._convolutions: list[ReplacedFunction] = []
+        self._others: list[ReplacedFunction] = []
 
     def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
         """Convert the inputs of convolutions with these weights; call `let_go` with the reason once that is unsafe."""
@@ -140,7 +140,7 @@ def why_it_shows(model: torch.nn.Module) -> str:
         for code in codes_of(function.__code__):
             where = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             if shows := min((methods_in(code) & _SHOWS) | (_PAST & set(code.co_names)), default=""):
-                return f"its forward may tell how tensors lie in memory (`{shows}`, {where})"
+                return f"its forward may observe the memory format of tensors (`{shows}`, {where})"
             for name in code.co_names:
                 value = function.__globals__.get(name)
                 if id(value) in replaced_ids:
@@ -182,10 +182,10 @@ def _is_transformed() -> bool:
     return is_compiling() or _tracing() is not None or _transforming()
 
 
-def _functions_of(layout: Layout, places: tuple[Any, ...]) -> list[Replaced]:
-    """Return a `Replaced` for each function in some of `_PLACES`."""
+def _functions_of(layout: Layout, places: tuple[Any, ...]) -> list[ReplacedFunction]:
+    """Return a `ReplacedFunction` for each function in some of `_PLACES`."""
     return [
-        Replaced(owner, name, functools.partial(change, layout))
+        ReplacedFunction(owner, name, functools.partial(change, layout))
         for owners, names, change in places
         for owner in owners
         for name in names
@@ -260,7 +260,7 @@ def _drawing(layout: Layout, plain: Any) -> Any:
             # Only 4-D tensors can be recognized as channels last. A 3-D or 5-D tensor made from such activations (a sum
             # over a dimension, a stack) may have inherited their order, or have these strides in a plain run too.
             if args[0].dim() in (3, 5) and args[0]._base is None:
-                layout.let_go("random numbers are drawn for a tensor of which nobody can say how it lies without")
+                layout.let_go("random numbers are drawn for a tensor whose plain memory format is not known")
         return plain(*args, **options)
 
     return draw

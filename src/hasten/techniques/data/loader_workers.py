@@ -16,7 +16,7 @@ from hasten.evidence.machine import memory_free
 from hasten.plan import Setting
 from hasten.techniques.base import NO_LOADER, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.data.fork_safety import holds_open, no_room_for_sockets
-from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.replaced import ReplacedFunction, Replacements
 
 _SHM = Path("/dev/shm")
 
@@ -213,12 +213,12 @@ class LoaderWorkers(Technique):
         messages.tell(f"hasten: loader_workers: {why}")
 
 
-def _passes() -> list[Replaced]:
+def _passes() -> list[ReplacedFunction]:
     from torch.utils.data import DataLoader
 
     from hasten.data.worker_pass import handing_over
 
-    return [Replaced(DataLoader, "_get_iterator", handing_over)]
+    return [ReplacedFunction(DataLoader, "_get_iterator", handing_over)]
 
 
 _PASSES = Replacements(_passes)

@@ -19,8 +19,8 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.memory.blocks import named, paths_in, repeated, words_of
 from hasten.techniques.memory.sequential_segments import CheckpointedSegments, long_sequentials
-from hasten.techniques.memory.standing_forward import TORCHSCRIPT, StandingForward
-from hasten.techniques.recompute.costs import BlockCost, Meter
+from hasten.techniques.memory.standing_forward import TORCHSCRIPT, StandInForward
+from hasten.techniques.recompute.costs import BlockCost, BlockMeter
 from hasten.techniques.switches import Switches
 
 SQRT = "sqrt"
@@ -59,7 +59,7 @@ class ActivationCheckpointing(Technique):
         self._switches = Switches()
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # to be wrapped by `on`
         self._standing: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose forwards were replaced
-        self._meters: dict[str, Meter] | None = None
+        self._meters: dict[str, BlockMeter] | None = None
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -154,8 +154,8 @@ class ActivationCheckpointing(Technique):
         blocks = [*named(model, words), *at_paths.values()]
         return list({id(block): block for block in blocks}.values())
 
-    def _meter(self, path: str, block: Any) -> Meter | None:
-        return None if self._meters is None else self._meters.setdefault(path, Meter(type(block).__name__))
+    def _meter(self, path: str, block: Any) -> BlockMeter | None:
+        return None if self._meters is None else self._meters.setdefault(path, BlockMeter(type(block).__name__))
 
     def _cut(self, model: Any) -> None:
         """Replace the forwards of long Sequentials, to run piece by piece."""
@@ -165,7 +165,7 @@ class ActivationCheckpointing(Technique):
                 segments = CheckpointedSegments(owner, make_repeatable, lambda: self.active)
                 self._stand(owner, segments, "sequence in pieces")
 
-    def _stand(self, module: Any, forward: StandingForward, what: str) -> None:
+    def _stand(self, module: Any, forward: StandInForward, what: str) -> None:
         """Replace a module's forward by a stand-in."""
         TORCHSCRIPT.need(self)
         vars(module)["forward"] = forward
@@ -175,7 +175,7 @@ class ActivationCheckpointing(Technique):
     def over(self) -> None:
         """Restore the modules' own forwards."""
         for module in list(self._standing):
-            if isinstance(standing := vars(module).get("forward"), StandingForward):
+            if isinstance(standing := vars(module).get("forward"), StandInForward):
                 standing.step_aside(module)
         self._standing.clear()
         TORCHSCRIPT.leave(self)
@@ -194,7 +194,7 @@ def knows_statistics() -> bool:
     return hasattr(dynamo, "skip_fwd_side_effects_in_bwd_under_checkpoint")
 
 
-def _repeatable(block: Any, told: Callable[[str], None], meter: Meter | None = None) -> Any:
+def _repeatable(block: Any, told: Callable[[str], None], meter: BlockMeter | None = None) -> Any:
     """Return a `Repeatable` for a block; `told` is called with the reason when it keeps its activations."""
     from hasten.techniques.recompute.forward import Repeatable
 
@@ -208,13 +208,13 @@ def _repeatable(block: Any, told: Callable[[str], None], meter: Meter | None = N
     return Repeatable(name, left_alone, asked=lambda: None, or_else=or_else, meter=meter)
 
 
-class Checkpointed(StandingForward):
+class Checkpointed(StandInForward):
     """Stand-in for a block's `forward`, stored in the block's `__dict__`: the block stays the same object.
 
     Copies of the block are checkpointed too; a pickle contains the plain `forward`, and can be read without hasten.
     """
 
-    def __init__(self, block: Any, technique: ActivationCheckpointing, meter: Meter | None = None) -> None:
+    def __init__(self, block: Any, technique: ActivationCheckpointing, meter: BlockMeter | None = None) -> None:
         # A weak reference, since the block refers to this object: a model that the script drops is freed at once, as
         # without the technique, and not only by the garbage collector.
         self._block = weakref.ref(block)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.evidence import Evidence
 from hasten.techniques.base import Choices, Effect, Refusal, Resource
-from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.replaced import ReplacedFunction, Replacements
 from hasten.techniques.switches import Stepwise
 
 _LEAST = 2**21  # elements in the logits: with fewer there is little to save
@@ -48,10 +48,10 @@ class ChunkedLoss(Stepwise):
         _FUNCTIONS.leave(self)
 
 
-def _functions() -> list[Replaced]:
+def _functions() -> list[ReplacedFunction]:
     import torch
 
-    return [Replaced(torch.nn.functional, "cross_entropy", _change)]
+    return [ReplacedFunction(torch.nn.functional, "cross_entropy", _change)]
 
 
 _FUNCTIONS = Replacements(_functions)

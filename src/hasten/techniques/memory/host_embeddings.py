@@ -15,7 +15,7 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, CudaOnly, Effect, Refusal, Resource
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 _LEAST = 64  # MiB, with `true`
 
@@ -54,8 +54,8 @@ class HostEmbeddings(CudaOnly):
         self._least = (_LEAST if setting is True else int(str(setting))) << 20  # bytes
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that were reported
         self._kept: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose table stayed on the host
-        self._moves: list[Replaced] = []
-        self._forwards: list[Replaced] = []
+        self._moves: list[ReplacedFunction] = []
+        self._forwards: list[ReplacedFunction] = []
 
     @classmethod
     def check(cls, setting: Setting) -> str:
@@ -83,9 +83,9 @@ class HostEmbeddings(CudaOnly):
         from hasten.techniques.memory.rows_on_host import LOOK_UPS, looks_up
 
         if not self._moves:
-            self._moves = [Replaced(kind, "_apply", self._staying) for kind in LOOK_UPS]
+            self._moves = [ReplacedFunction(kind, "_apply", self._staying) for kind in LOOK_UPS]
             self._forwards = [
-                Replaced(kind, "forward", lambda plain: looks_up(plain, self.device)) for kind in LOOK_UPS
+                ReplacedFunction(kind, "forward", lambda plain: looks_up(plain, self.device)) for kind in LOOK_UPS
             ]
         for move in self._moves:
             move.put_in_place()

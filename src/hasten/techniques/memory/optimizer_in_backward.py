@@ -20,7 +20,7 @@ from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Refusal, Resource, Technique
 
 if TYPE_CHECKING:
-    from hasten.techniques.memory.step_in_backward import Stepped
+    from hasten.techniques.memory.step_in_backward import SteppedOptimizer
 
 _STEPS_OTHERWISE = ("lr_scale", "batch_scale", "schedule")
 
@@ -50,7 +50,7 @@ class OptimizerInBackward(Technique):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._stepped: Stepped | None = None
+        self._stepped: SteppedOptimizer | None = None
         self._began = False  # whether a backward has stepped parameters
         self._alone = ""  # why nothing is stepped in backwards any more
 
@@ -84,7 +84,7 @@ class OptimizerInBackward(Technique):
 
     def optimizer(self, optimizer: Any) -> None:
         """Let backwards step this optimizer's parameters; the script's own step then finds no gradients."""
-        from hasten.techniques.memory.step_in_backward import Stepped, noting, why_not
+        from hasten.techniques.memory.step_in_backward import SteppedOptimizer, noting, why_not
 
         self._optimizers.add(optimizer)
         if self._alone:
@@ -95,7 +95,7 @@ class OptimizerInBackward(Technique):
         if why := why_not(optimizer)[0]:
             self._leave(why)
             return
-        stepped = self._stepped = Stepped(optimizer, lambda seen: self._may_begin(optimizer, seen))
+        stepped = self._stepped = SteppedOptimizer(optimizer, lambda seen: self._may_begin(optimizer, seen))
         noting.add(self)
         plain = optimizer.step
 
@@ -172,6 +172,6 @@ class OptimizerInBackward(Technique):
         """Warn, when the process exits, of a backward without a step."""
         if self._stepped is not None and self._stepped.pending:
             messages.tell(
-                "hasten: optimizer_in_backward: the last backward had no step behind it, and was stepped: weights that "
+                "hasten: optimizer_in_backward: the last backward had no step after it, and was stepped: weights that "
                 "were saved since have taken a step that the script never made"
             )

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hasten.techniques.memory.standing_forward import StandingForward
+from hasten.techniques.memory.standing_forward import StandInForward
 
 _LEAST = 4  # entries: with fewer, each piece would be a single entry
 
@@ -43,7 +43,7 @@ def cuts(entries: list[Any]) -> list[int]:
     return begins
 
 
-class CheckpointedSegments(StandingForward):
+class CheckpointedSegments(StandInForward):
     """Stand-in for a Sequential's `forward`, stored in its `__dict__`, as `Checkpointed` is for a block's.
 
     The last piece keeps its activations: its backward comes first, when nothing else has been freed yet.

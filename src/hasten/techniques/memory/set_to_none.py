@@ -17,7 +17,7 @@ from hasten.plan import Setting
 from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.memory import zero_pages
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 _LARGE = 1 << 20  # elements: smaller gradients are added in the CPU's cache, and allocating them costs as much
 _Zeros = tuple[Any, Any, int, int]
@@ -61,7 +61,7 @@ class SetToNone(Technique):
         self._onlooker = ""  # what can see gradients inside the backward; "" for nothing
         self._functions = 0  # number of autograd functions when they were last inspected
         self._installed = False
-        self._replaced: list[Replaced] = []
+        self._replaced: list[ReplacedFunction] = []
 
     def process(self) -> None:
         """Watch what `zero_grad` fills with zeros, and what can see gradients inside the backward."""
@@ -73,7 +73,7 @@ class SetToNone(Technique):
         self._unshared = _holders(sample.grad)  # measured, since reference counts differ between versions of Python
         gradient_access.watch(self, SetToNone._looked)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            self._replaced.append(Replaced(owner, "zero_grad", self._noting))
+            self._replaced.append(ReplacedFunction(owner, "zero_grad", self._noting))
             self._replaced[-1].put_in_place()
 
     def restore(self) -> None:

@@ -1,58 +1,58 @@
-"""What stands in a module's `__dict__` as its `forward`, and what TorchScript sees of it."""
+"""Stand-ins for a module's `forward`, and how TorchScript and tracers see the plain one behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from hasten.techniques.replaced import Replaced, Replacements
+from hasten.techniques.replaced import ReplacedFunction, Replacements
 
 
-class StandingForward:
-    """Stands in a module's `__dict__` as its `forward`, so the module stays the same object with the same names.
+class StandInForward:
+    """Stand-in for a module's `forward`, stored in its `__dict__`, so that the module stays the same object.
 
     Attributes:
-        own: What stood there before: accelerate and peft replace forwards as well. None: the class's.
+        own: The `forward` that was in the `__dict__` before (accelerate and peft put one there); None for the class's.
     """
 
     own: Any = None
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The forward in whose place this stands."""
+        """The replaced forward."""
         raise NotImplementedError
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Whose signature it is."""
+        """The replaced forward, so that `inspect.signature` shows its signature."""
         return self.forward
 
     @property
     def __code__(self) -> Any:
-        """Whose file and line `torch.export` notes."""
+        """The replaced forward's code, of which `torch.export` records file and line."""
         forward = self.forward
         return getattr(forward, "func", forward).__code__
 
     def step_aside(self, module: Any) -> None:
-        """Leave the module as it was found."""
+        """Restore the module's former forward."""
         if self.own is None:
             vars(module).pop("forward", None)
         else:
             vars(module)["forward"] = self.own
 
 
-def _functions() -> list[Replaced]:
+def _functions() -> list[ReplacedFunction]:
     import torch
 
-    return [Replaced(torch.jit._recursive, "infer_methods_to_compile", _plain_to_torchscript)]
+    return [ReplacedFunction(torch.jit._recursive, "infer_methods_to_compile", _plain_to_torchscript)]
 
 
 def _plain_to_torchscript(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let `torch.jit.script(model)` compile the forward in whose place ours stands: it reads source."""
+    """Let `torch.jit.script(model)` compile the replaced forward, since it reads source code."""
 
     def infer_methods_to_compile(module: Any) -> Any:
         standing = vars(module).get("forward")
-        if not isinstance(standing, StandingForward):
+        if not isinstance(standing, StandInForward):
             return plain(module)
         standing.step_aside(module)
         try:
@@ -64,4 +64,4 @@ def _plain_to_torchscript(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 TORCHSCRIPT = Replacements(_functions)
-"""What lets TorchScript see plain forwards: needed while one stands somewhere."""
+"""Lets TorchScript see plain forwards; needed while a stand-in is in place anywhere."""

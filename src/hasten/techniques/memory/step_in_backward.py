@@ -1,9 +1,10 @@
 """Step parameters one at a time within a backward, and replace their gradients by stand-ins.
 
-A hook on each parameter runs when its gradient is complete: it steps the parameter (`OneByOne`) and puts a
-`SpentGradient` into its `grad`. The script's own `optimizer.step` then finds no gradients; before it runs, `Stepped`
-verifies that gradients, weights and options are as the backward left them. In between, `AtRest` forbids to touch
-stepped weights. Invariant: a script that would see another number than without the technique gets an error instead.
+A hook on each parameter runs when its gradient is complete: it steps the parameter (`ParameterStepper`) and puts a
+`SpentGradient` into its `grad`. The script's own `optimizer.step` then finds no gradients; before it runs,
+`SteppedOptimizer` verifies that gradients, weights and options are as the backward left them. In between,
+`WeightsWatch` forbids to touch stepped weights. Invariant: a script that would see another number than without the
+technique gets an error instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from hasten import messages
 from hasten.errors import HastenError
 from hasten.evidence.facts import caller
-from hasten.techniques.memory.weights_at_rest import AtRest, others_on
+from hasten.techniques.memory.weights_at_rest import WeightsWatch, others_on
 
 # Optimizers that compute a parameter's step from that parameter alone: its gradient, its state, its group's options.
 BY_ITSELF = (
@@ -57,7 +58,7 @@ def _hooks_on_all_steps() -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("hasten.") for hook in hooks)
 
 
-class OneByOne:
+class ParameterStepper:
     """Step single parameters of an optimizer, by swapping in a group with that parameter alone.
 
     It remains one optimizer, with its groups, state and schedules.
@@ -159,7 +160,7 @@ def failure(why: str) -> HastenError:
     return error
 
 
-class Stepped:
+class SteppedOptimizer:
     """One optimizer whose parameters the backward steps.
 
     Args:
@@ -173,8 +174,8 @@ class Stepped:
 
     def __init__(self, optimizer: Any, may_begin: Callable[[bool], bool]) -> None:
         self._optimizer, self._may_begin = optimizer, may_begin
-        self._one_by_one = OneByOne(optimizer)
-        self._at_rest = AtRest(_touched)
+        self._one_by_one = ParameterStepper(optimizer)
+        self._at_rest = WeightsWatch(_touched)
         self._options: list[dict[str, Any]] = []
         self._done: dict[int, _Done] = {}  # id of a parameter -> its record, since the script's last step
         self.pending = False

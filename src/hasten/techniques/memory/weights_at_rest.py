@@ -22,7 +22,7 @@ _NO_STORAGE = (NotImplementedError, RuntimeError)
 Range = tuple[int, int]
 
 
-class AtRest(TorchDispatchMode):
+class WeightsWatch(TorchDispatchMode):
     """Dispatch mode from the start of a backward to the optimizer's step, in this thread and the backward's.
 
     Without it, a recomputation, a stop-gradient through `.data`, or a copy for an average or a checkpoint would
@@ -140,8 +140,8 @@ _PAST_OPERATIONS: dict[Any, str] = {
 
 
 def others_on() -> bool:
-    """Return whether the script has a dispatch mode on: modes must be left in reverse order, and `AtRest` could not."""
-    return any(not isinstance(mode, AtRest) for mode in _get_current_dispatch_mode_stack())
+    """Return whether the script has a dispatch mode on: these are left in reverse order, which `WeightsWatch` could not do."""
+    return any(not isinstance(mode, WeightsWatch) for mode in _get_current_dispatch_mode_stack())
 
 
 def _range(tensor: torch.Tensor) -> Range:

@@ -33,7 +33,7 @@ class BlockCost:
     order: int
 
 
-class Meter:
+class BlockMeter:
     """Measure one block, for a technique that was asked to (`ActivationCheckpointing.measure`).
 
     Args:

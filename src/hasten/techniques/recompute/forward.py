@@ -1,10 +1,10 @@
 """Run forwards that keep no activations, and recompute them in the backward, bit by bit the same.
 
 Saved-tensor hooks number the tensors that autograd saves, and drop those that the forward made itself. Before the
-forward, `Then` saves all state that it may read (`outside_state.py`). When the backward asks for a dropped tensor, that
-state is restored, the forward runs again under other hooks, which collect the tensors by their numbers, and the present
-state is restored. Sums of the tensors before and after are compared (on a GPU, in some forwards only): a difference
-ends in an error, never in a wrong gradient.
+forward, `ForwardState` saves all state that it may read (`outside_state.py`). When the backward asks for a dropped
+tensor, that state is restored, the forward runs again under other hooks, which collect the tensors by their numbers,
+and the present state is restored. Sums of the tensors before and after are compared (on a GPU, in some forwards only):
+a difference ends in an error, never in a wrong gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_iter
 
 from hasten import messages
 from hasten.techniques import float32_draws
-from hasten.techniques.recompute.costs import Meter
-from hasten.techniques.recompute.outside_state import CannotRepeatError, Known, Then
+from hasten.techniques.recompute.costs import BlockMeter
+from hasten.techniques.recompute.outside_state import CannotRepeatError, ForwardState, ModuleKnowledge
 
 # On a GPU, comparing sums waits for the GPU. So it is done for a module's first 8 forwards, then for one in 64.
 _MARKED_ON_GPU = 8
@@ -58,14 +58,14 @@ class Repeatable:
         or_else: str = ".",
         waits: int | None = None,
         with_hooks: bool = False,
-        meter: Meter | None = None,
+        meter: BlockMeter | None = None,
     ) -> None:
         self.with_hooks = with_hooks
         self.meter = meter
         self.technique, self.or_else, self.waits = technique, or_else, waits
         self.left_alone = left_alone
         self.asked = asked
-        self.known: Known | None = None
+        self.known: ModuleKnowledge | None = None
         self.calls = 0
 
     @property
@@ -86,8 +86,8 @@ class Repeatable:
             return forward(*args, **kwargs)  # a mode of the script sees, or changes, each operation
         try:
             if self.known is None:
-                self.known = Known(module, self.with_hooks)
-            then = Then(self.known, module, (args, kwargs))
+                self.known = ModuleKnowledge(module, self.with_hooks)
+            then = ForwardState(self.known, module, (args, kwargs))
         except CannotRepeatError as error:
             self.left_alone(str(error))
             return forward(*args, **kwargs)
@@ -123,7 +123,9 @@ class _KeptForward:
         spoilt: Why the forward cannot be repeated, found out after tensors were dropped; "" if it can.
     """
 
-    def __init__(self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, then: Then) -> None:
+    def __init__(
+        self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, then: ForwardState
+    ) -> None:
         self.owner, self.module, self.forward = owner, module, forward
         self.args, self.kwargs, self.then = args, kwargs, then
         self.casts = _casts()
@@ -165,7 +167,7 @@ class _KeptForward:
             self.kept = []
         return output
 
-    def _measure(self, meter: Meter, tensors: list[Any], output: Any) -> None:
+    def _measure(self, meter: BlockMeter, tensors: list[Any], output: Any) -> None:
         """Tell the meter which tensors were dropped. The block's outputs do not count: they live on as inputs."""
         dropped = [tensor for kept, tensor in zip(self.kept, tensors, strict=True) if kept.tensor is None]
         plain = (leaf for leaf in tree_iter(output) if type(leaf) is torch.Tensor and leaf.layout is torch.strided)

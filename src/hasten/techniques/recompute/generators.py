@@ -19,7 +19,7 @@ _WORD = 4  # bytes
 _KEYS = 624  # words of a Mersenne Twister
 
 
-class Drawn:
+class GeneratorUse:
     """The slow process-wide generators that a module's forwards draw from, learned after each forward.
 
     A copy of NumPy's state takes 30 us, of Python's 9 us. So they are copied only for modules known to draw from them;
@@ -37,7 +37,7 @@ class States:
 
     __slots__ = ("_cuda", "_drawn", "_full", "_marks", "_numpy", "_own", "_python", "_torch")
 
-    def __init__(self, drawn: Drawn, own: list[Any]) -> None:
+    def __init__(self, drawn: GeneratorUse, own: list[Any]) -> None:
         """Copy the present states.
 
         Args:
@@ -54,7 +54,7 @@ class States:
         self._own = [(generator, _state_of(generator)) for generator in own]
 
     def drew_unseen(self) -> str:
-        """Return which generator was drawn from without a copy of its state; "" for none. Update `Drawn`."""
+        """Return which generator was drawn from without a copy of its state; "" for none. Update `GeneratorUse`."""
         drawn = self._drawn
         drawn.looks += 1
         python, numpy = _marks()

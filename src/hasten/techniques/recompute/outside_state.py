@@ -1,10 +1,10 @@
 """Save the state beside its inputs that a module's forward reads or writes, and restore it to recompute the forward.
 
-`Then` copies what may change and can be restored: attributes, containers, plain objects, NumPy arrays, buffers that the
-forward changes, names outside of the module, random states. Tensors are too large to copy, so parameters, inputs and
-other tensors are watched instead (version and address), and a change means that the forward cannot be repeated. `Known`
-learns over the forwards of a module, so that later ones copy less. Objects that can neither be restored nor watched (an
-iterator, a queue) raise `CannotRepeatError` if the module's code names them.
+`ForwardState` copies what may change and can be restored: attributes, containers, plain objects, NumPy arrays, buffers
+that the forward changes, names outside of the module, random states. Tensors are too large to copy, so parameters,
+inputs and other tensors are watched instead (version and address), and a change means that the forward cannot be
+repeated. `ModuleKnowledge` learns over the forwards of a module, so that later ones copy less. Objects that can neither
+be restored nor watched (an iterator, a queue) raise `CannotRepeatError` if the module's code names them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hasten.data.rng import is_generator
-from hasten.techniques.recompute.generators import Drawn, States
+from hasten.techniques.recompute.generators import GeneratorUse, States
 from hasten.techniques.recompute.names import ModuleCode, OuterName
 
 _TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -45,7 +45,7 @@ class CannotRepeatError(Exception):
     """Raised if a forward cannot be repeated exactly; its message says why."""
 
 
-class Known:
+class ModuleKnowledge:
     """Facts about one module, learned once from its code or over its forwards."""
 
     def __init__(self, module: nn.Module, with_hooks: bool) -> None:
@@ -57,7 +57,7 @@ class Known:
             with_hooks: Whether the module's own hooks are repeated too; those of submodules always are.
         """
         self.with_hooks = with_hooks
-        self.drawn = Drawn()
+        self.drawn = GeneratorUse()
         code = ModuleCode(module)
         self.refusal = (
             f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
@@ -69,7 +69,7 @@ class Known:
         self.changing: set[int] | None = None
 
 
-class Then:
+class ForwardState:
     """Snapshot of a module, its inputs, outer names and random states, made before a forward.
 
     Args:
@@ -86,7 +86,7 @@ class Then:
         CannotRepeatError: The module has state that cannot be restored.
     """
 
-    def __init__(self, known: Known, module: nn.Module, args: Any, first: bool = True) -> None:
+    def __init__(self, known: ModuleKnowledge, module: nn.Module, args: Any, first: bool = True) -> None:
         if known.refusal:
             raise CannotRepeatError(known.refusal)
         self._known = known
@@ -288,9 +288,9 @@ class Then:
 
     # -- restoring --------------------------------------------------------------------------------------
 
-    def again(self, module: nn.Module, args: Any) -> Then:
+    def again(self, module: nn.Module, args: Any) -> ForwardState:
         """Return a snapshot of the present state that covers everything this one will overwrite."""
-        now = Then(self._known, module, args, first=False)
+        now = ForwardState(self._known, module, args, first=False)
         # The repetition also overwrites objects that the module had in the forward and has no longer.
         seen = {id(container) for container, _ in now._containers}
         for container, _ in (*self._containers, *self._buffers):

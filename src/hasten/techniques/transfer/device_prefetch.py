@@ -9,7 +9,7 @@ from hasten.evidence import Evidence
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.nested import tensors_in
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 
 class DevicePrefetch(CudaOnly):
@@ -31,7 +31,7 @@ class DevicePrefetch(CudaOnly):
         super().__init__(setting)
         self._copies: Any = None  # pinned CPU tensor -> its copy; by identity, dropped with the tensor
         self._stream: Any = None
-        self._replaced: list[Replaced] = []
+        self._replaced: list[ReplacedFunction] = []
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -49,7 +49,7 @@ class DevicePrefetch(CudaOnly):
             self._copies = WeakTensorKeyDictionary()
             self._stream = torch.cuda.Stream()
             for name in ("to", "cuda"):
-                self._replaced.append(Replaced(torch.Tensor, name, self._handing_out))
+                self._replaced.append(ReplacedFunction(torch.Tensor, name, self._handing_out))
                 self._replaced[-1].put_in_place()
 
     def restore(self) -> None:

@@ -12,7 +12,7 @@ from hasten.plan import Setting
 from hasten.techniques.base import Choices, CudaOnly, Effect, Liveness, Refusal, Resource
 from hasten.techniques.data.fork_safety import holds_on_device
 from hasten.techniques.nested import tensors_in
-from hasten.techniques.replaced import Replaced
+from hasten.techniques.replaced import ReplacedFunction
 
 
 class PinMemory(CudaOnly):
@@ -34,7 +34,7 @@ class PinMemory(CudaOnly):
         super().__init__(setting)
         self._given: Any = None  # live tensors that loaders returned
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that pin while this is on
-        self._replaced: list[Replaced] = []
+        self._replaced: list[ReplacedFunction] = []
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -50,7 +50,9 @@ class PinMemory(CudaOnly):
         if torch.cuda.is_available():
             self._given = given = WeakTensorKeyDictionary()
             for name in ("to", "cuda"):
-                self._replaced.append(Replaced(torch.Tensor, name, functools.partial(_not_waiting, given=given)))
+                self._replaced.append(
+                    ReplacedFunction(torch.Tensor, name, functools.partial(_not_waiting, given=given))
+                )
                 self._replaced[-1].put_in_place()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
