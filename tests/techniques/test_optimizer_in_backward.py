@@ -270,12 +270,12 @@ def test_a_graph_that_is_used_twice_is_torchs_own_error_beside_the_name(train: T
     under = train(source, optimizer_in_backward=True)
     assert under.code != 0
     assert "modified by an inplace operation" in under.err
-    assert "optimizer_in_backward: the last backward had no step behind it" in under.err
+    assert "optimizer_in_backward: the last backward had no step after it" in under.err
 
 
 def test_a_last_backward_without_a_step_is_said(train: Train) -> None:
     under = train(script(step="step == 7 or optimizer.step()"), optimizer_in_backward=True)
-    assert "the last backward had no step behind it" in under.err
+    assert "the last backward had no step after it" in under.err
 
 
 def test_a_plan_that_steps_otherwise_or_looks_at_all_gradients_is_refused() -> None:

@@ -140,7 +140,7 @@ _PAST_OPERATIONS: dict[Any, str] = {
 
 
 def others_on() -> bool:
-    """Return whether the script has a dispatch mode on: these are left in reverse order, which `WeightsWatch` could not do."""
+    """Return whether the script has a dispatch mode on; modes are left in reverse order, so this one could not be."""
     return any(not isinstance(mode, WeightsWatch) for mode in _get_current_dispatch_mode_stack())
 
 
