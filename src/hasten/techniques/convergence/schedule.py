@@ -26,7 +26,7 @@ class Schedule(Trajectory):
     `steps` the rate is zero, and nothing is learned any more. A run that resumes from a checkpoint continues the
     schedule, by the count of steps in Adam's state; under the Trainer, by the technique's own count. If a script's
     checkpoint has no count (SGD), or the script has a scheduler of torch, the rate is the script's from then on. A rate
-    that a script sets by hand (`group["lr"] = ...`) is multiplied.
+    that a script sets by hand (`group["lr"] = ...`), or torch's ReduceLROnPlateau does, is multiplied.
     """
 
     name = "schedule"
@@ -94,7 +94,7 @@ class Schedule(Trajectory):
         if optimizer in self._unknown:
             self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
             return {}
-        if "initial_lr" in group:  # set by torch's LRScheduler
+        if "initial_lr" in group:  # set by torch's LRSchedulers, except ReduceLROnPlateau
             self._leave(optimizer, "the script has a schedule of its own")
             return {}
         return {"lr": scaled(group["lr"], factor(self._kind, done, self._total))}
