@@ -94,6 +94,27 @@ def test_a_run_that_fails_as_it_goes_on_is_told_from_the_first(tmp_path: Path) -
 
 
 @pytest.mark.timeout(120)
+def test_a_second_ctrl_c_at_once_ends_it_all_the_same(tmp_path: Path) -> None:
+    """The second comes while the first is on its way to the threads that wait for children."""
+    write(tmp_path, "train.py", "import time\ntime.sleep(300)")
+    write(tmp_path, "hasten.toml", plan_of(batched_fetch=True))
+    words = [HASTEN, "check", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, preexec_fn=ctrl_c_works
+    ) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # that it compares, said behind the start of the first run
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(120)
 def test_ctrl_c_ends_all_that_was_started(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "import time\ntime.sleep(300)")
     write(tmp_path, "hasten.toml", plan_of(batched_fetch=True))

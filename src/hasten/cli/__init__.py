@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from hasten import messages
 from hasten.errors import HastenError
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -21,12 +23,16 @@ def main() -> None:
         from hasten.cli.app import app
 
         app()
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            _leave_at_once()
+        raise
     except HastenError as error:
         messages.tell(f"hasten: {error}")
         sys.exit(error.code)
     except KeyboardInterrupt:
         messages.tell("hasten: stopped before there was anything to keep")
-        sys.exit(130)
+        _leave_at_once()
     except OSError as error:
         if _folder_is_gone():
             messages.tell("hasten: the current folder no longer exists\n  cd to another one")
@@ -35,6 +41,15 @@ def main() -> None:
             raise
         messages.tell(f"hasten: cannot write to standard output: {error.strerror}")
         sys.exit(1)
+
+
+def _leave_at_once() -> NoReturn:
+    """Exit after a Ctrl-C without waiting for threads.
+
+    If a second Ctrl-C came before they were told to stop, they wait for children, which end with this process.
+    """
+    messages.settle()
+    os._exit(_INTERRUPTED)
 
 
 def _folder_is_gone() -> bool:
