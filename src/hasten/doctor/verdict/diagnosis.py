@@ -1,4 +1,4 @@
-"""Diagnosis: doctor's conclusions about a run, as plain data. Views print it, `--json` writes it, `compare` reads it."""
+"""Diagnosis: doctor's conclusions about a run, as plain data. Views show it, `--json` writes it, `compare` reads it."""
 
 from __future__ import annotations
 
