@@ -226,13 +226,11 @@ def _tools(evidence: Evidence) -> Iterator[Job]:
             tiny,
             "anomaly",
             calls,
-            times=per_operator,
+            times=times,
         )
     if evidence.flags.profiler or evidence.events_of("profiler"):
         before = dataclasses.replace(tiny, profiler=True)
-        yield Job(
-            "debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=per_operator
-        )
+        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=times)
     compute = seconds_of(evidence, *COMPUTE)
     # Before and after are the same case: the finding only needs the seconds of such an operator. A step with longer
     # operators on average cannot spend much of its time on starting them.
