@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten import messages
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Phase
 from hasten.evidence.live import LiveFile
 from hasten.evidence.open_pass import OpenPass
@@ -328,7 +329,9 @@ class ProcessSession(Session):
             return
         try:
             (self.evidence_of(recorder) if self.heard is None else self._whole(self.heard)).write(path)
-        except Exception as error:  # a script's exit code is not ours to spoil
+        except HastenError as error:  # a script's exit code is not ours to spoil
+            messages.tell(f"hasten: {error}")
+        except Exception as error:
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:
