@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +109,24 @@ def test_a_second_ctrl_c_ends_a_script_that_ignores_the_first(tmp_path: Path) ->
     code, _, diagnosis = _stopped(tmp_path, twice, "stubborn")
     assert code == 130
     assert diagnosis.steps >= 19
+
+
+def test_killed_and_not_waited_for_it_leaves_no_script_behind(tmp_path: Path) -> None:
+    """What started doctor reads its output to the end before it waits for it; so the script must not hold it open."""
+    write(tmp_path, "training.py", TRAIN)
+    write(tmp_path, "train.py", FOREVER)
+    words = [HASTEN, "doctor", "--steps", "100000", "train.py"]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)), stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"now\n"
+            os.kill(process.pid, signal.SIGKILL)
+            began = time.monotonic()
+            process.stdout.read()
+            assert time.monotonic() - began < 20
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert not list(tmp_path.glob("hasten-doctor-*"))
