@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -117,9 +116,9 @@ class Bounds:
     def _watch_the_clock(self) -> None:
         while (left := self._until - time.perf_counter()) > 0:
             time.sleep(min(left, 1.0))
-            if self._options.listener and _is_gone(self._options.listener):
-                # Doctor was killed: nobody reads the evidence or ends this process.
-                shutil.rmtree(self._options.scratch, ignore_errors=True)
+            if self._options.listener and not os.path.exists(f"/proc/{self._options.listener}"):
+                # Doctor was killed: nobody reads the evidence. Its watcher removes the scratch folder. This process must
+                # not: it sees the user's files in that folder, and would remove those that it may write.
                 os._exit(1)
         session = self._session
         self._time_is_up = True  # a process that trains ends at the end of its current step, in `on_step`
@@ -212,15 +211,6 @@ class Bounds:
             plain(status)
 
         os._exit = _exit
-
-
-def _is_gone(process: int) -> bool:
-    """Whether a process has ended, also where nobody has waited for it yet (a container without an init)."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except OSError:
-        return True
-    return state in (b"Z", b"X")
 
 
 def _patience(phases: list[list[float]]) -> float:
