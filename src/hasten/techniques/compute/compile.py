@@ -299,8 +299,7 @@ class Compile(Technique):
             self._gradients.append(ReplacedFunction(torch.autograd.functional, "_grad_preprocess", self._preparing))
             for name in ("register_hook", "retain_grad"):
                 self._gradients.append(ReplacedFunction(torch.Tensor, name, asking))
-            modules = torch.nn.modules.module
-            self._gradients += [ReplacedFunction(modules, name, hooked) for name in _ON_ALL_MODULES]
+            self._gradients += [ReplacedFunction(torch.nn.modules.module, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
 
