@@ -8,8 +8,9 @@ import functools
 import os
 import shutil
 import sys
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,8 @@ class Compile(Technique):
 
         # Random numbers from torch's own generator, as without compiling: else dropout draws other masks.
         self._look_at_all()
+        if threading.current_thread() is not threading.main_thread():  # what `process` set holds in its thread only
+            self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
         mode = {} if self._mode == "default" else torch._inductor.list_mode_options(self._mode)
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True, "cpp.threads": _threads()}}
         if type(model).forward.__module__.startswith("torch."):
@@ -219,13 +222,15 @@ class Compile(Technique):
         from hasten.techniques.compute.compiled_call import CompiledCall
 
         held = weakref.ref(model)
-        standing = CompiledCall(model, model._compiled_call_impl, lambda why: self._leave_alone(held(), why))
+        leave = functools.partial(self._leave_alone, held)
+        standing = CompiledCall(model, model._compiled_call_impl, leave, self.refused)
         model._compiled_call_impl = standing
         self._compiled.add(model)
         self.did("model")
 
-    def _leave_alone(self, model: Any, why: str) -> None:
+    def _leave_alone(self, held: Callable[[], Any], why: str) -> None:
         """Call one model as it is from here on."""
+        model = held()
         self._compiled.discard(model)
         if vars(model).pop("_compiled_call_impl", None) is not None:
             self.acted["model"] -= 1
@@ -317,6 +322,7 @@ class Compile(Technique):
         from hasten.techniques.compute.draws import Draws
 
         self._configure("skip_nnmodule_hook_guards", False)
+        self._configure("error_on_nested_fx_trace", False)  # nor of one that begins in another thread just now
         self._configure("use_numpy_random_stream", True)
         self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)

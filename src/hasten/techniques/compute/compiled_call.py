@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +21,22 @@ from hasten.techniques.nested import tensors_in
 
 _tracing = torch._C._get_tracing_state
 _transforming = torch._C._are_functorch_transforms_active
+_fx = torch.fx._symbolic_trace
 _modes = torch._C._len_torch_dispatch_stack
 
 Graph = Any  # a node of autograd's graph
+
+
+class _Here(threading.local):
+    """This thread.
+
+    Attributes:
+        compiles: Whether it is the one that has set torch's compiler up, whose settings are a thread's own.
+        told: Whether it was said that it is not.
+    """
+
+    compiles = False
+    told = False
 
 
 class CompiledCall:
@@ -37,15 +51,24 @@ class CompiledCall:
         model: The module whose call it stands in.
         compiled: What calls it compiled.
         refuse: Told why the module is left alone from now on; it then puts this object away.
+        aside: Told why single calls are left alone.
 
     Attributes:
         compiled: See above; None once it is left alone.
     """
 
-    def __init__(self, model: nn.Module, compiled: Callable[..., Any] | None, refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: Callable[..., Any] | None,
+        refuse: Callable[[str], None],
+        aside: Callable[[str], None],
+    ) -> None:
         self._model = model
         self.compiled = compiled
-        self._refuse = refuse
+        self._refuse, self._aside = refuse, aside
+        self._here = _Here()
+        self._here.compiles = True
         self._looked: set[type] = set()  # kinds of outputs whose graph was looked at
         self._due = True  # whether the next forward with a graph is one to look at
         # Without a graph torch packs padded sequences, and gives zeros for padding; compiled code does not.
@@ -60,6 +83,8 @@ class CompiledCall:
         if caller is not model and isinstance(caller, nn.Module):
             # A copy of the module's `__dict__` (learn2learn's `clone_module`) has taken this object along.
             return caller._call_impl(*args, **kwargs)
+        if not self._here.compiles:
+            return self._in_another_thread(args, kwargs)
         if _seen_otherwise() or any(map(_is_of_another_class, args)) or any(map(_is_of_another_class, kwargs.values())):
             return model._call_impl(*args, **kwargs)
         if self._due and any(parameter.requires_grad for parameter in model.parameters()):
@@ -72,6 +97,13 @@ class CompiledCall:
         if is_new and torch.is_grad_enabled():
             self._due = True
         return outputs
+
+    def _in_another_thread(self, args: Any, kwargs: Any) -> Any:
+        """Call the module as it is: torch's settings are another thread's, and while one compiles no other can."""
+        if not self._here.told:
+            self._here.told = True
+            self._aside("forwards in other threads than that of the first are not compiled")
+        return self._model._call_impl(*args, **kwargs)
 
     def _looked_at(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         with _reentrant_checkpoints() as seen:
@@ -93,10 +125,12 @@ def _seen_otherwise() -> bool:
     """Whether something looks at a forward's operations one by one, of which compiled code shows it none, or others.
 
     A tracer (`torch.jit.trace`, TensorBoard's `add_graph`), transforms of torch.func, forward-mode gradients, dispatch
-    modes (`FlopCounterMode`). And parametrizations that are kept for a while, which compiled code computes again.
+    modes (`FlopCounterMode`). And parametrizations that are kept for a while, which compiled code computes again. Where
+    another thread compiles or runs `torch.fx.symbolic_trace`, torch has compiled code called in none.
     """
     return (
         _tracing() is not None
+        or _fx._is_fx_tracing_flag
         or _transforming()
         or forward_ad._current_level >= 0
         or _modes() > 0
