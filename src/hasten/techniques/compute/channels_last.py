@@ -59,7 +59,7 @@ class ChannelsLast(Technique):
 
         if self._gone or not has_2d_convolution(model):
             return
-        tensors = [layer.weight for layer in convolutions(model)]
+        tensors = laid_weights(model)
         if not LAYOUT.weights:  # else they may lie so by this technique: a block that is called again for its backward
             tensors += tensors_in(args)
         if any(map(lies_last, tensors)):
@@ -80,7 +80,7 @@ class ChannelsLast(Technique):
 
         super().on()
         for model in list(self._models):
-            if any(lies_last(layer.weight) for layer in convolutions(model)):
+            if any(map(lies_last, laid_weights(model))):
                 raise HastenError("the script lays out its images channels last itself")
             self._lay_out(model)
 
@@ -90,13 +90,13 @@ class ChannelsLast(Technique):
         self.over()
 
     def _lay_out(self, model: Any) -> None:
-        from torch.nn import Parameter
+        from torch.nn import Parameter, UninitializedParameter
 
         from hasten.techniques.compute.images_last import LAYOUT
 
         if self.active and not self._gone:
-            weights = [layer.weight for layer in convolutions(model) if type(layer.weight) is Parameter]
-            LAYOUT.add(weights, self._let_go)
+            weights = [getattr(layer, "weight", None) for layer in convolutions(model)]
+            LAYOUT.add([one for one in weights if type(one) in (Parameter, UninitializedParameter)], self._let_go)
 
     def forward(self, call: Call) -> Call:
         """Give the script what a model gives as it lies without."""
@@ -130,6 +130,17 @@ class ChannelsLast(Technique):
 def has_2d_convolution(model: Any) -> bool:
     """Whether a module holds a 2-D convolution."""
     return next(convolutions(model), None) is not None
+
+
+def laid_weights(model: Any) -> list[Any]:
+    """The weights of a module's 2-D convolutions that lie somewhere by now.
+
+    A convolution of a script's own class may have none (it makes them in its forward), a lazy one has none yet.
+    """
+    from torch.nn.parameter import is_lazy
+
+    weights = [getattr(layer, "weight", None) for layer in convolutions(model)]
+    return [one for one in weights if one is not None and not is_lazy(one)]
 
 
 def convolutions(model: Any) -> Iterator[Any]:
