@@ -66,3 +66,43 @@ def test_dropouts_have_the_same_masks(train: Train, dropped: str) -> None:
     assert close(plain.left["weights"], under.left["weights"], 1e-5)
     assert identical(plain.left["random"], under.left["random"])
     assert under.installed == {"channels_last": "model"}
+
+
+MADE = {  # what a model is made of
+    "no weight of its own": "Hyper()",
+    "a weight of None": "Hyper(None)",
+    "a lazy convolution": "nn.LazyConv2d(4, 3)",
+    "a forward made by exec": "nn.Sequential(nn.Conv2d(2, 4, 3), Made())",
+    "an attribute that raises": "nn.Sequential(nn.Conv2d(2, 4, 3), Odd())",
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_whatever_a_model_is_made_of_its_convolutions_are_laid_out(train: Train, case: str) -> None:
+    script = SCRIPT.replace("CHANGED", "inner").replace(
+        "model = Net()",
+        """class Hyper(nn.Conv2d):
+        def __init__(self, *weight):
+            super().__init__(2, 4, 3)
+            self.bank = nn.Parameter(self.weight.detach().clone())
+            del self.weight
+            for none in weight: self.register_parameter("weight", none)
+        def forward(self, x): return F.conv2d(x, self.bank * 1.1, self.bias)
+    made = {}
+    exec("def forward(self, x): return x * 2", made)
+    class Made(nn.Module): forward = made["forward"]
+    class Raises:
+        def __getattr__(self, name): raise RuntimeError(name)
+    class Odd(nn.Module):
+        odd = Raises()
+        def forward(self, x): return x
+    model = Net()
+    model.first = """
+        + MADE[case]
+        + """
+    if isinstance(model.first, nn.LazyConv2d): model(torch.randn(4, 2, 6, 6))""",
+    )
+    plain, under = train(script), train(script, channels_last=True)
+    assert plain.code == under.code == 0, under.err
+    assert under.installed == {"channels_last": "model"}
+    assert close(plain.left["weights"], under.left["weights"], 1e-5)

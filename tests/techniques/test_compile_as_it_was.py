@@ -140,6 +140,7 @@ def test_a_copy_of_a_modules_attributes_computes_with_its_own_weights(train: Tra
     "tool",
     [
         "torch.jit.trace(model, x)(x)",
+        "torch.fx.symbolic_trace(Around())(x)",
         "torch.func.vmap(torch.func.grad(lambda row: model(row[None]).sum()))(x)",
         "torch.func.jvp(model, (x,), (x,))[1]",
         "dual(x)",
@@ -153,6 +154,11 @@ def test_what_looks_at_single_operations_sees_them(train: Train, tool: str) -> N
     from torch.utils.flop_counter import FlopCounterMode
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     class Own(torch.Tensor): pass
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+        def forward(self, x): return self.inner(x)
     def dual(x):
         with forward.dual_level(): return forward.unpack_dual(model(forward.make_dual(x, x))).tangent
     def flops(x):

@@ -60,7 +60,7 @@ class ChannelsLast(Technique):
 
         if self._why_given_up or not has_2d_convolution(model):
             return
-        tensors = [layer.weight for layer in convolutions(model)]
+        tensors = existing_weights(model)
         # Inputs in channels last show that the script uses the format itself, unless this technique has converted them:
         # activation checkpointing calls a block of the model again, with an activation as its input.
         if not LAYOUT.weights:
@@ -87,7 +87,7 @@ class ChannelsLast(Technique):
 
         super().on()
         for model in list(self._models):
-            if any(lies_last(layer.weight) for layer in convolutions(model)):
+            if any(map(lies_last, existing_weights(model))):
                 raise HastenError("the script lays out its images channels last itself")
             self._lay_out(model)
 
@@ -97,13 +97,13 @@ class ChannelsLast(Technique):
         self.over()
 
     def _lay_out(self, model: Any) -> None:
-        from torch.nn import Parameter
+        from torch.nn import Parameter, UninitializedParameter
 
         from hasten.techniques.compute.images_last import LAYOUT
 
         if self.active and not self._why_given_up:
-            weights = [layer.weight for layer in convolutions(model) if type(layer.weight) is Parameter]
-            LAYOUT.add(weights, self._let_go)
+            weights = [getattr(layer, "weight", None) for layer in convolutions(model)]
+            LAYOUT.add([own for own in weights if type(own) in (Parameter, UninitializedParameter)], self._let_go)
 
     def forward(self, call: Call) -> Call:
         """Return a model's outputs to the script with the layout that they have without the technique."""
@@ -137,6 +137,18 @@ class ChannelsLast(Technique):
 def has_2d_convolution(model: Any) -> bool:
     """Return whether a module contains a 2-D convolution."""
     return next(convolutions(model), None) is not None
+
+
+def existing_weights(model: Any) -> list[Any]:
+    """Return the weights of a module's 2-D convolutions, as far as they have one.
+
+    A convolution of a script's own class may compute its weight in its forward, and a lazy one has none before the
+    first forward.
+    """
+    from torch.nn.parameter import is_lazy
+
+    weights = [getattr(layer, "weight", None) for layer in convolutions(model)]
+    return [weight for weight in weights if weight is not None and not is_lazy(weight)]
 
 
 def convolutions(model: Any) -> Iterator[Any]:

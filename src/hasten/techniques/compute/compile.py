@@ -8,23 +8,21 @@ something is compiled, since their defaults would change results; all are restor
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import os
 import shutil
 import sys
+import threading
 import weakref
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.errors import HastenError
 from hasten.evidence import Evidence
-from hasten.evidence.libraries import is_library
 from hasten.plan import Setting
 from hasten.techniques.base import Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.activation_budget import ActivationBudget
+from hasten.techniques.compute.double_backward import differentiates_again
 from hasten.techniques.replaced import ReplacedFunction
 from hasten.techniques.switches import Switches
 
@@ -215,6 +213,8 @@ class Compile(Technique):
         # fallback_random: draw from torch's own generator, as uncompiled code does. Inductor's own random numbers would
         # give dropout other masks.
         self._look_at_all()
+        if threading.current_thread() is not threading.main_thread():  # `process` has set this for its own thread only
+            self._configure("suppress_errors", "HASTEN_TRIAL" not in os.environ)
         mode = {} if self._mode == "default" else torch._inductor.list_mode_options(self._mode)
         options: dict[str, Any] = {"options": {**mode, "fallback_random": True, "cpp.threads": _threads()}}
         if type(model).forward.__module__.startswith("torch."):
@@ -226,14 +226,14 @@ class Compile(Technique):
             model.compile(**options)
         from hasten.techniques.compute.compiled_call import CompiledCall
 
-        model_ref = weakref.ref(model)
-        call = CompiledCall(model, model._compiled_call_impl, lambda why: self._leave_alone(model_ref(), why))
-        model._compiled_call_impl = call
+        leave_alone = functools.partial(self._leave_alone, weakref.ref(model))
+        model._compiled_call_impl = CompiledCall(model, model._compiled_call_impl, leave_alone, self.refused)
         self._compiled.add(model)
         self.did("model")
 
-    def _leave_alone(self, model: Any, why: str) -> None:
+    def _leave_alone(self, model_ref: Callable[[], Any], why: str) -> None:
         """Run one model uncompiled from here on."""
+        model = model_ref()
         self._compiled.discard(model)
         if vars(model).pop("_compiled_call_impl", None) is not None:
             self.acted["model"] -= 1
@@ -326,39 +326,12 @@ class Compile(Technique):
         from hasten.techniques.compute.draws import RandomOperators
 
         self._configure("skip_nnmodule_hook_guards", False)
+        self._configure("error_on_nested_fx_trace", False)  # the trace may be another thread's
         self._configure("use_numpy_random_stream", True)
         self._configure("rewrite_assert_with_torch_assert", False)
         self._set(torch._functorch.config, "donated_buffer", False)
         if not isinstance(listed := torch._functorch.compile_utils.rand_ops, RandomOperators):
             self._set(torch._functorch.compile_utils, "rand_ops", RandomOperators(listed))
-
-
-def differentiates_again(home: str) -> str:
-    """Return where the script's own code, or the module named `home`, requests `create_graph`; "" if nowhere.
-
-    torch refuses a double backward of compiled code only when it happens, long after the forward; so it is looked for
-    in source, before anything is compiled. Installed libraries are not read.
-    """
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py") or name.startswith("torch.") or name.partition(".")[0] == "hasten":
-            continue
-        if (is_library(file) or is_library(os.path.realpath(file))) and name not in (home, "__main__"):
-            continue
-        if line := _line_of_create_graph(Path(file)):
-            return f"{Path(file).name}:{line}"
-    return ""
-
-
-def _line_of_create_graph(file: Path) -> int:
-    """Return the first line of a source file that gives `create_graph` another value than False, or 0."""
-    with contextlib.suppress(OSError, SyntaxError, ValueError):  # code that does not parse cannot be called either
-        text = file.read_text(encoding="utf-8", errors="replace")
-        for node in ast.walk(ast.parse(text)) if "create_graph" in text else ():
-            if isinstance(node, ast.keyword) and node.arg == "create_graph":
-                if not (isinstance(node.value, ast.Constant) and node.value.value is False):
-                    return node.lineno
-    return 0
 
 
 def _threads() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
@@ -30,6 +32,18 @@ _modes = torch._C._len_torch_dispatch_stack
 Graph = Any  # a node of autograd's graph
 
 
+class _ThreadState(threading.local):
+    """What a `CompiledCall` knows about the calling thread.
+
+    Attributes:
+        compiles: Whether this is the thread that set up torch's compiler, whose settings hold for one thread only.
+        told: Whether the user was told that this thread's calls are not compiled.
+    """
+
+    compiles = False
+    told = False
+
+
 class CompiledCall:
     """Stand-in for a module's `_call_impl`; uses compiled code from the second forward with a graph on.
 
@@ -39,19 +53,31 @@ class CompiledCall:
     when the type of the outputs changes, and after each new compilation: a branch taken for the first time may return
     outputs of other parameters.
 
+    Only calls of the thread that made this object use compiled code: other threads have the compiler's default settings
+    (see `Compile._look_at_all`), and no thread may call compiled code while another compiles.
+
     Args:
         model: The module whose calls it takes.
         compiled: Calls the module's compiled code.
         refuse: Called with the reason when the module must run plain for good; it then removes this object.
+        decline: Called with the reason when single calls run plain.
 
     Attributes:
         compiled: See above; None once the module runs plain for good.
     """
 
-    def __init__(self, model: nn.Module, compiled: Callable[..., Any] | None, refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: Callable[..., Any] | None,
+        refuse: Callable[[str], None],
+        decline: Callable[[str], None],
+    ) -> None:
         self._model = model
         self.compiled = compiled
-        self._refuse = refuse
+        self._refuse, self._decline = refuse, decline
+        self._thread = _ThreadState()
+        self._thread.compiles = True
         self._inspected: set[type] = set()  # types of outputs whose graphs were inspected
         self._due = True  # whether the next forward with a graph is to be inspected
         # Without a graph, nn.TransformerEncoder's fast path packs padded sequences and returns zeros for padding;
@@ -67,6 +93,8 @@ class CompiledCall:
         if caller is not model and isinstance(caller, nn.Module):
             # A copy of the module's `__dict__` (learn2learn's `clone_module`) has taken this object along.
             return caller._call_impl(*args, **kwargs)
+        if not self._thread.compiles:
+            return self._call_plain_in_thread(args, kwargs)
         if _is_observed() or any(map(_is_unsupported, args)) or any(map(_is_unsupported, kwargs.values())):
             return model._call_impl(*args, **kwargs)
         if self._due and any(parameter.requires_grad for parameter in model.parameters()):
@@ -80,6 +108,13 @@ class CompiledCall:
         if is_new and torch.is_grad_enabled():
             self._due = True
         return outputs
+
+    def _call_plain_in_thread(self, args: Any, kwargs: Any) -> Any:
+        """Run a forward plain in another thread than the one that compiles, and tell the user once per thread."""
+        if not self._thread.told:
+            self._thread.told = True
+            self._decline("forwards in threads other than that of the first forward are not compiled")
+        return self._model._call_impl(*args, **kwargs)
 
     def _inspect(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a forward plain, and refuse the module if compiled code would give other gradients."""
@@ -103,10 +138,12 @@ def _is_observed() -> bool:
 
     That is a tracer (`torch.jit.trace`, TensorBoard's `add_graph`), a transform of torch.func, forward-mode
     differentiation or a dispatch mode (`FlopCounterMode`). True also while parametrizations are cached
-    (`parametrize.cached`), since compiled code would compute them again.
+    (`parametrize.cached`), since compiled code would compute them again; and while `torch.fx.symbolic_trace` runs or
+    another thread compiles, when torch refuses to call compiled code.
     """
     return (
         _tracing() is not None
+        or is_fx_tracing()
         or _transforming()
         or forward_ad._current_level >= 0
         or _modes() > 0

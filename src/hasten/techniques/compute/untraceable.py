@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 from torch import nn
 
@@ -61,8 +61,7 @@ def own_functions(model: nn.Module) -> Iterator[FunctionType]:
         (name, function)
         for kind in kinds
         for name, value in vars(kind).items()
-        if isinstance(function := getattr(value, "__func__", getattr(value, "fget", value)), FunctionType)
-        and _is_own(function)
+        if isinstance(function := _function_of(value), FunctionType) and _is_own(function)
     ]
     queue, seen = [function for name, function in methods if name == "forward"], set()
     while queue:
@@ -77,9 +76,16 @@ def own_functions(model: nn.Module) -> Iterator[FunctionType]:
         queue += [value for value in called if isinstance(value, FunctionType) and _is_own(value)]
 
 
+def _function_of(value: object) -> object:
+    """Return the function behind what stands in a class; of other objects nothing is asked, which may raise."""
+    if isinstance(value, staticmethod | classmethod | MethodType):
+        return value.__func__
+    return value.fget if isinstance(value, property) else value
+
+
 def _is_own(function: FunctionType) -> bool:
-    file = function.__code__.co_filename
-    return not (is_library(file) or is_library(os.path.realpath(file)) or function.__module__.startswith("hasten."))
+    file, home = function.__code__.co_filename, function.__module__ or ""  # None: made by `exec`
+    return not (is_library(file) or is_library(os.path.realpath(file)) or home.startswith("hasten."))
 
 
 def methods_in(code: CodeType) -> set[str]:
