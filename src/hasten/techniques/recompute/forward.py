@@ -323,7 +323,8 @@ def _mark(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = _permute(tensor, (0, 2, 3, 1))
     if tensor.is_contiguous() and _in_words(tensor):
-        return _view(tensor, torch.int64).sum()  # four times as fast as with the element's own width
+        # Four times as fast as with the element's own width. Flat, since strides of dimensions of size 1 may be odd.
+        return _view(_view(tensor, -1), torch.int64).sum()
     return _view(tensor, _BYTES[tensor.element_size()]).sum()
 
 
@@ -340,7 +341,7 @@ def _lying_as(strides: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
 def _in_words(tensor: torch.Tensor) -> bool:
     """Return whether a contiguous tensor's memory can be viewed as 64-bit words."""
     size = tensor.element_size()
-    return size * tensor.shape[-1] % 8 == 0 and size * tensor.storage_offset() % 8 == 0
+    return size * tensor.numel() % 8 == 0 and size * tensor.storage_offset() % 8 == 0
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
