@@ -35,7 +35,7 @@ class SourceFinding:
         column: First column.
         end_line: Last line.
         end_column: Column after the last character.
-        text: The first line of the source, whole.
+        text: The complete first line of the source.
     """
 
     finding: Finding
@@ -74,8 +74,8 @@ def problems_in(script: Script, ignores: Ignores, select: Collection[str] = ()) 
 def lines_of(script: Script, node: cst.CSTNode) -> tuple[int, ...]:
     """Return the lines on which an ignore comment applies to a node.
 
-    They are the node's first line, and the first and last line of its statement; of a compound statement (`for`,
-    `with`, `def`), only the header counts, not the body.
+    They are the node's first line, and the first and last line of its statement. Of a compound statement (`for`,
+    `with`, `def`), the last line does not count, but its first does, and that on which a one-line body begins.
     """
     statement = script.statement(node)
     node_range = script.positions[node]
@@ -131,7 +131,7 @@ def check_text(
             technique=rule.cure.name if rule.cure is not None else "",
             sources=rule.sources,
         )
-        # Of a loop or function only the first line is marked: editors would underline the whole body otherwise.
+        # Mark only the first line of a loop or function: editors would underline its body otherwise.
         compound = isinstance(problem.node, cst.BaseCompoundStatement)
         end = place.start if compound else place.end
         end_column = len(lines[end.line - 1]) + 1 if compound and end.line <= len(lines) else end.column + 1
