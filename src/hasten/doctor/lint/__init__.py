@@ -1,1 +1,1 @@
-"""Findings of source code: files checked, findings written down, code mended."""
+"""Findings from source code: check files, write the findings in several formats, and repair the code."""

@@ -1,4 +1,8 @@
-"""Findings of one file, of many, and of a script that was run."""
+"""Check source code with the rules: one file, files and folders, or the script of a run.
+
+An ignore comment (`# hasten: ignore[name]`) silences a finding from the code, and also a run's finding on the same
+statement.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,17 @@ UNUSED = "unused_ignore"
 
 @dataclass(frozen=True)
 class SourceFinding:
-    """One finding with its whole place. Lines and columns from 1, as editors count; the end column is exclusive."""
+    """A finding with its range in the source.
+
+    Lines and columns are counted from 1, as editors do; the end column is exclusive.
+
+    Attributes:
+        finding: The finding; it has the file and the first line.
+        column: First column.
+        end_line: Last line.
+        end_column: Column after the last character.
+        text: The complete first line of the source.
+    """
 
     finding: Finding
     column: int
@@ -33,12 +47,12 @@ class SourceFinding:
 
 @dataclass(frozen=True)
 class LintResult:
-    """Findings of some files.
+    """The findings of some files.
 
     Attributes:
-        found: By file, line and column.
-        errors: Files that could not be looked at.
-        files: How many were.
+        found: The findings, sorted by line and column within each file.
+        errors: Files that could not be checked.
+        files: Number of files, those that could not be checked included.
     """
 
     found: tuple[SourceFinding, ...]
@@ -47,7 +61,7 @@ class LintResult:
 
 
 def problems_in(script: Script, ignores: Ignores, select: Collection[str] = ()) -> Iterator[tuple[type[Rule], Problem]]:
-    """The problems of a file that no comment silences, rule by rule."""
+    """Yield the problems in a file that no ignore comment silences, with their rules, rule by rule."""
     code = Code(script)
     for rule in FINDINGS.values():
         if select and rule.name not in select:
@@ -58,35 +72,49 @@ def problems_in(script: Script, ignores: Ignores, select: Collection[str] = ()) 
 
 
 def lines_of(script: Script, node: cst.CSTNode) -> tuple[int, ...]:
-    """The lines on which an ignore comment speaks of a node: its own, first and last of its statement's head."""
+    """Return the lines on which an ignore comment applies to a node.
+
+    They are the node's first line, and the first and last line of its statement. Of a compound statement (`for`,
+    `with`, `def`), the last line does not count, but its first does, and that on which a one-line body begins.
+    """
     statement = script.statement(node)
-    place = script.positions[node]
-    whole = script.positions[statement]
+    node_range = script.positions[node]
+    statement_range = script.positions[statement]
     compound = isinstance(statement, cst.BaseCompoundStatement)
     if compound and isinstance(body := getattr(statement, "body", None), cst.BaseSuite):
         head = script.positions[body].start.line
-        end = min(head, whole.end.line) if isinstance(body, cst.SimpleStatementSuite) else whole.start.line
+        end = (
+            min(head, statement_range.end.line)
+            if isinstance(body, cst.SimpleStatementSuite)
+            else statement_range.start.line
+        )
     else:
-        end = whole.end.line
-    return (place.start.line, whole.start.line, end)
+        end = statement_range.end.line
+    return (node_range.start.line, statement_range.start.line, end)
 
 
 def check_text(
-    text: Text, select: Collection[str] = (), strict_ignores: bool = False, heed: bool = True
+    text: Text, select: Collection[str] = (), strict_ignores: bool = False, apply_ignores: bool = True
 ) -> list[SourceFinding]:
-    """The findings of one file, by line; with `heed=False` also those that a comment silences.
+    """Return the findings of one file, sorted by line.
+
+    Args:
+        text: The file.
+        select: Names of the rules to apply; empty: all.
+        strict_ignores: Also report ignore comments that silence nothing, if all rules are applied.
+        apply_ignores: Leave out findings that an ignore comment silences.
 
     Raises:
-        UnreadableError: It is not Python.
+        UnreadableError: The file is not valid Python.
     """
     script = parse(text)
     if script is None:
         return []
-    ignores = ignores_in(text.text) if heed else Ignores()
+    ignores = ignores_in(text.text) if apply_ignores else Ignores()
     if ignores.whole:
         return []
     lines = text.text.splitlines()
-    found = []
+    findings = []
     for rule, problem in problems_in(script, ignores, select):
         place = script.positions[problem.node]
         finding = Finding(
@@ -103,41 +131,44 @@ def check_text(
             technique=rule.cure.name if rule.cure is not None else "",
             sources=rule.sources,
         )
+        # Mark only the first line of a loop or function: editors would underline its body otherwise.
         compound = isinstance(problem.node, cst.BaseCompoundStatement)
         end = place.start if compound else place.end
         end_column = len(lines[end.line - 1]) + 1 if compound and end.line <= len(lines) else end.column + 1
         source = lines[place.start.line - 1] if place.start.line <= len(lines) else ""
-        found.append(SourceFinding(finding, place.start.column + 1, end.line, end_column, source))
+        findings.append(SourceFinding(finding, place.start.column + 1, end.line, end_column, source))
+    # With `select`, a comment may be meant for a rule that was not applied.
     for line in ignores.unused if strict_ignores and not select else ():
         what = "this ignore comment silences nothing"
         finding = Finding(UNUSED, what, "remove it", Severity.NOTE, None, HowKnown.READ, str(text.path), line)
-        found.append(SourceFinding(finding, 1, line, len(lines[line - 1]) + 1, lines[line - 1]))
-    return sorted(found, key=lambda one: (one.finding.line, one.column, one.finding.name))
+        findings.append(SourceFinding(finding, 1, line, len(lines[line - 1]) + 1, lines[line - 1]))
+    return sorted(findings, key=lambda entry: (entry.finding.line, entry.column, entry.finding.name))
 
 
 def check(paths: Sequence[Path], select: Collection[str] = (), strict_ignores: bool = False) -> LintResult:
-    """Look at files and folders; a file that cannot be read is named, and the rest goes on."""
-    found: list[SourceFinding] = []
+    """Check files and folders. Files that cannot be read are returned as errors, and the others are still checked."""
+    findings: list[SourceFinding] = []
     errors: list[UnreadableError] = []
     files = 0
     for path in python_files(paths):
         files += 1
         try:
-            found += check_text(read_text(path), select, strict_ignores)
+            findings += check_text(read_text(path), select, strict_ignores)
         except UnreadableError as error:
             errors.append(error)
         except RecursionError:
             errors.append(UnreadableError(path, "nested too deep to be looked at"))
-    return LintResult(tuple(found), tuple(errors), files)
+    return LintResult(tuple(findings), tuple(errors), files)
 
 
 def findings_in(path: Path) -> list[Finding]:
-    """The findings of one script, for the diagnosis of its run; none where it cannot be read as Python.
+    """Return the findings of a script for the diagnosis of its run; none if it cannot be read as Python.
 
-    Comments are not heeded yet: they also silence what the run shows at the same place (`silenced`).
+    Ignore comments are not applied here: `silenced` applies them to the findings from the code and from the run
+    together.
     """
     try:
-        return [one.finding for one in check_text(read_text(path), heed=False)]
+        return [entry.finding for entry in check_text(read_text(path), apply_ignores=False)]
     except (UnreadableError, RecursionError):
         return []
 
@@ -145,7 +176,7 @@ def findings_in(path: Path) -> list[Finding]:
 def silenced(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings of a run that no ignore comment in the script silences."""
     comments: dict[str, tuple[Script | None, Ignores]] = {}
-    kept = []
+    remaining = []
     for finding in findings:
         if finding.file and finding.file not in comments:
             comments[finding.file] = _comments(Path(finding.file))
@@ -154,11 +185,12 @@ def silenced(findings: Sequence[Finding]) -> list[Finding]:
             lines = _lines_at(script, finding.line) if script and ignores.by_line else (finding.line,)
             if ignores.covers(finding.name, lines):
                 continue
-        kept.append(finding)
-    return kept
+        remaining.append(finding)
+    return remaining
 
 
 def _comments(path: Path) -> tuple[Script | None, Ignores]:
+    """Return a script's ignore comments, and its tree if it has any that apply to single lines."""
     try:
         text = read_text(path)
         ignores = ignores_in(text.text)
@@ -168,7 +200,7 @@ def _comments(path: Path) -> tuple[Script | None, Ignores]:
 
 
 def _lines_at(script: Script, line: int) -> tuple[int, ...]:
-    """The lines that speak of a line: those of the statement it is in."""
+    """Return the lines on which an ignore comment applies to a line: also the first and last of its statement."""
     lines = {line}
     for node in script.nodes:
         if isinstance(node, cst.SimpleStatementLine):

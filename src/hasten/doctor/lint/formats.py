@@ -1,4 +1,4 @@
-"""Findings of source code as text, JSON and SARIF."""
+"""Write findings from source code as text, JSON or SARIF."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = ("text", "json", "sarif")
 
 
 def shown(path: Path | str) -> str:
-    """A path relative to where the command runs, where it is below; with `/` between its parts."""
+    """Return a path with `/` between its parts, relative to the current folder if it is below it."""
     try:
         return Path(path).absolute().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -28,51 +28,54 @@ def shown(path: Path | str) -> str:
 
 
 def as_text(checked: LintResult) -> str:
-    """`file:line:column: severity name: what (fix: ...)`, a finding a line, and a last line that counts."""
+    """Return one line per finding, `file:line:column: severity name: what (fix: ...)`, and a last line with counts."""
     lines = [
-        f"{shown(one.finding.file)}:{one.finding.line}:{one.column}: {one.finding.severity} {one.finding.name}: "
-        f"{one.finding.what} (fix: {one.finding.fix})"
-        for one in checked.found
+        f"{shown(entry.finding.file)}:{entry.finding.line}:{entry.column}: {entry.finding.severity} "
+        f"{entry.finding.name}: {entry.finding.what} (fix: {entry.finding.fix})"
+        for entry in checked.found
     ]
     files = f"{checked.files} file{'' if checked.files == 1 else 's'}"
     if not checked.found:
         lines.append(f"nothing found in {files}")
     else:
-        many = len(checked.found)
-        lines.append(f"{many} finding{'' if many == 1 else 's'} in {files}; read from the code, nothing was measured")
+        count = len(checked.found)
+        lines.append(f"{count} finding{'' if count == 1 else 's'} in {files}; read from the code, nothing was measured")
     return "\n".join(lines) + "\n"
 
 
 def as_json(checked: LintResult, version: str) -> dict[str, Any]:
-    """Plain values. `worth` is null throughout: nothing was run. Lines and columns from 1, the end exclusive."""
+    """Return the findings as plain values for JSON.
+
+    `worth` is always null, as nothing was measured. Lines and columns are counted from 1; the end column is exclusive.
+    """
     return {
         "schema": SCHEMA,
         "hasten": version,
         "files": checked.files,
         "findings": [
             {
-                "name": one.finding.name,
-                "file": shown(one.finding.file),
-                "line": one.finding.line,
-                "column": one.column,
-                "end_line": one.end_line,
-                "end_column": one.end_column,
-                "severity": str(one.finding.severity),
-                "worth": one.finding.worth,
-                "how_known": str(one.finding.how_known),
-                "what": one.finding.what,
-                "fix": one.finding.fix,
-                "technique": one.finding.technique,
-                "sources": list(one.finding.sources),
+                "name": entry.finding.name,
+                "file": shown(entry.finding.file),
+                "line": entry.finding.line,
+                "column": entry.column,
+                "end_line": entry.end_line,
+                "end_column": entry.end_column,
+                "severity": str(entry.finding.severity),
+                "worth": entry.finding.worth,
+                "how_known": str(entry.finding.how_known),
+                "what": entry.finding.what,
+                "fix": entry.finding.fix,
+                "technique": entry.finding.technique,
+                "sources": list(entry.finding.sources),
             }
-            for one in checked.found
+            for entry in checked.found
         ],
         "errors": [{"file": shown(e.path), "line": e.line, "message": e.message} for e in checked.errors],
     }
 
 
 def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
-    """A SARIF 2.1.0 log: what code scanning services and editors read."""
+    """Return a SARIF 2.1.0 log, the format that code scanning services and editors read."""
     rules = [_rule(rule) for rule in FINDINGS.values() if "code" in rule.seen_in()]
     rules.append(
         {
@@ -87,7 +90,7 @@ def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
     run: dict[str, Any] = {
         "tool": {"driver": {"name": "hasten", "rules": rules, **({"semanticVersion": version} if version else {})}},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(one, index, seen) for one in checked.found],
+        "results": [_result(entry, index, seen) for entry in checked.found],
         "invocations": [
             {
                 "executionSuccessful": not checked.errors,
@@ -106,6 +109,7 @@ def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
 
 
 def _rule(rule: type[Rule]) -> dict[str, Any]:
+    """Return a rule's description in SARIF, with its page as help."""
     return {
         "id": rule.name,
         "name": rule.__name__,
@@ -115,14 +119,23 @@ def _rule(rule: type[Rule]) -> dict[str, Any]:
     }
 
 
-def _result(one: SourceFinding, index: dict[str, int], seen: Counter[tuple[str, str, str]]) -> dict[str, Any]:
-    finding = one.finding
-    key = (finding.name, finding.file, one.text.strip())
+def _result(entry: SourceFinding, index: dict[str, int], seen: Counter[tuple[str, str, str]]) -> dict[str, Any]:
+    """Return a finding as a result in SARIF.
+
+    Args:
+        entry: The finding.
+        index: Position of each rule in the log's list of rules, by name.
+        seen: How often each (rule, file, line of text) occurred so far; updated.
+    """
+    finding = entry.finding
+    # The fingerprint has no line number: a finding is the same after lines were added above. Equal lines of a file are
+    # told apart by their number of occurrence.
+    key = (finding.name, finding.file, entry.text.strip())
     seen[key] += 1
-    print_of = hashlib.sha256(f"{finding.name}\0{one.text.strip()}\0{seen[key]}".encode()).hexdigest()[:32]
+    fingerprint = hashlib.sha256(f"{finding.name}\0{entry.text.strip()}\0{seen[key]}".encode()).hexdigest()[:32]
     location = _location(Path(finding.file), finding.line)
     location["physicalLocation"]["region"].update(
-        startColumn=one.column, endLine=one.end_line, endColumn=one.end_column, snippet={"text": one.text}
+        startColumn=entry.column, endLine=entry.end_line, endColumn=entry.end_column, snippet={"text": entry.text}
     )
     return {
         "ruleId": finding.name,
@@ -130,12 +143,14 @@ def _result(one: SourceFinding, index: dict[str, int], seen: Counter[tuple[str, 
         "level": _LEVELS[finding.severity],
         "message": {"text": f"{finding.what}. Fix: {finding.fix}."},
         "locations": [location],
-        "partialFingerprints": {"hastenLine/v1": print_of},
+        "partialFingerprints": {"hastenLine/v1": fingerprint},
     }
 
 
 def _location(path: Path, line: int) -> dict[str, Any]:
+    """Return a location in SARIF; a `line` of 0 means the file as a whole."""
     name = shown(path)
+    # Relative to the current folder if possible, as scanning services want it; else an absolute file:// URI.
     uri = Path(path).absolute().as_uri() if Path(name).is_absolute() or name.startswith("..") else quote(name)
     physical: dict[str, Any] = {"artifactLocation": {"uri": uri}}
     if line:

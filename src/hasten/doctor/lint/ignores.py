@@ -1,4 +1,4 @@
-"""`# hasten: ignore[name]`: where findings are not wanted."""
+"""Read ignore comments: `# hasten: ignore`, `# hasten: ignore[name, name]` and `# hasten: ignore-file`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Ignores:
     """The ignore comments of one file.
 
     Attributes:
-        by_line: Line -> names; an empty set: all.
-        whole: An `ignore-file` was seen.
-        used: Lines whose comment silenced something.
+        by_line: Line of each comment -> the rules that it silences; an empty set means all rules.
+        whole: The file has an `ignore-file` comment.
+        used: Lines whose comment has silenced a finding.
     """
 
     by_line: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -25,32 +25,32 @@ class Ignores:
     used: set[int] = field(default_factory=set)
 
     def covers(self, name: str, lines: tuple[int, ...]) -> bool:
-        """Whether a finding that stands on one of these lines is not wanted."""
+        """Return whether a comment on one of these lines silences a rule, and mark such comments as used."""
         if self.whole:
             return True
-        hit = [line for line in lines if line in self.by_line and name in (self.by_line[line] or {name})]
-        self.used.update(hit)
-        return bool(hit)
+        matching = [line for line in lines if line in self.by_line and name in (self.by_line[line] or {name})]
+        self.used.update(matching)
+        return bool(matching)
 
     @property
     def unused(self) -> list[int]:
-        """Lines whose comment silenced nothing."""
+        """Lines whose comment has silenced nothing so far."""
         return sorted(self.by_line.keys() - self.used)
 
 
 def ignores_in(text: str) -> Ignores:
-    """Read the comments of a file: only real ones, not those in strings."""
-    found = Ignores()
+    """Return the ignore comments of a file. Text in strings does not count."""
+    ignores = Ignores()
     if "hasten:" not in text:
-        return found
+        return ignores
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT and (match := _COMMENT.search(token.string)):
                 if match[1] == "ignore-file":
-                    found.whole = True
+                    ignores.whole = True
                 else:
                     names = frozenset(name.strip() for name in (match[2] or "").split(",") if name.strip())
-                    found.by_line[token.start[0]] = names
+                    ignores.by_line[token.start[0]] = names
     except (tokenize.TokenError, SyntaxError):
-        return found  # libcst reads a little more than this Python does
-    return found
+        return ignores  # those read so far: libcst parses some files that this version of Python does not
+    return ignores

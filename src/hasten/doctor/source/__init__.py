@@ -1,1 +1,1 @@
-"""Reading Python source with libcst: names, flow, loops; nothing is run."""
+"""Reads Python source with libcst, without running it: names, data flow, and the loops that train or validate."""

@@ -1,4 +1,4 @@
-"""A file with all that is known of it: what a rule is given."""
+"""A file of source code with its loops and its data flow, as rules get it in `Rule.code`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Code:
     """A file, its training loops and its data flow.
 
     Attributes:
-        script: Tree and names.
-        training: Loops.
+        script: The file's tree and names.
+        training: Its training and validation loops.
     """
 
     def __init__(self, script: Script) -> None:
@@ -33,7 +33,7 @@ class Code:
         self._returns: Returns = {}
 
     def kind(self, node: cst.CSTNode | None) -> Kind:
-        """Return what an expression holds, where it stands."""
+        """Return the kind of value that an expression has at its place in the file; PLAIN for None."""
         if node is None:
             return Kind.PLAIN
         scope = self.script.scope(node)
@@ -42,26 +42,29 @@ class Code:
         return self._flows[scope].of(node)
 
     def text(self, node: cst.CSTNode, most: int = 48) -> str:
-        """An expression as it is written, on one line, cut where it is long."""
+        """Return an expression's source on one line, cut to `most` characters."""
         words = " ".join(self.script.module.code_for_node(node).split())
         return words if len(words) <= most else f"{words[: most - 1]}…"
 
     def repeats(self, node: cst.CSTNode) -> bool:
-        """Whether a place runs again and again: in a step, for every sample, in a forward."""
+        """Return whether a node runs many times in a training: in every step, or in a dataset, collate or forward."""
         if self.training.in_step(node):
             return True
         scope = self.script.scope(node)
         return isinstance(scope, cst.FunctionDef) and bool(_REPEATED.match(scope.name.value))
 
     def problems_in_steps(self, names: Collection[str], what: str, fix: str) -> Iterator[Problem]:
-        """Yield a problem for each call of these functions ("torch.cuda.empty_cache") that a training step makes."""
+        """Yield a problem for each call of a function in `names` ("torch.cuda.empty_cache") within a training step."""
         for call in self.script.calls:
             if self.script.qualified(call.func) in names and self.training.in_step(call):
                 yield Problem(call, what, fix)
 
     @cached_property
     def goes_into_loss(self) -> frozenset[str]:
-        """Names whose values flow into something that goes backward: their graphs are needed."""
+        """Names whose values flow into a backward pass, so that their graphs are needed.
+
+        The order of statements is ignored: if `total += loss` comes anywhere and `total` goes backward, so does `loss`.
+        """
         needed = {name for names in self.training.losses.values() for name in names}
         edges: list[tuple[set[str], set[str]]] = []
         for node in self.script.nodes:
@@ -77,7 +80,7 @@ class Code:
             if self.training.goes_backward(call) or self.script.qualified(call.func) == "torch.autograd.grad":
                 needed |= self._mentioned(call)
         grown = True
-        while grown:
+        while grown:  # until no assignment adds a name: `b = a; c = b; c.backward()` needs two rounds
             before = len(needed)
             for targets, sources in edges:
                 if targets & needed:
@@ -87,9 +90,13 @@ class Code:
 
     @staticmethod
     def _mentioned(node: cst.CSTNode) -> set[str]:
+        """Return the plain and the dotted names in a node: "self", "loss" and "self.loss" for `self.loss`."""
         return set(names_in(node)) | {dotted(below) for below in walk(node) if isinstance(below, cst.Attribute)} - {""}
 
     @cached_property
     def trains_on_device(self) -> bool:
-        """Whether what a step computes may be on a device, so that reading it waits."""
+        """Whether values computed in a step may be on a device, so that reading one waits for the device.
+
+        A `training_step` method is Lightning's, which moves the model to the device without the file naming it.
+        """
         return self.script.uses_accelerator or bool(self.script.functions.get("training_step"))

@@ -1,4 +1,9 @@
-"""Putting off a read: `running += loss.item()` in every step becomes a sum on the device, read where it is shown."""
+"""Defer reads from the device: sum losses on the device in the loop, and read the sum where it is used.
+
+`running += loss.item()` waits for the device in every step. The repair makes it `running += loss.detach()`, and each
+later use of `running` becomes `float(running)`. This is only done if every use of the name in the file is understood;
+otherwise `deferred` returns the reason why the code is left alone.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,20 @@ from hasten.doctor.source.kinds import Kind
 from hasten.doctor.source.problem import Mend
 from hasten.doctor.source.syntax import dotted, last_name, method_call, receiver, walk
 
-# What may make a loss anything but float32.
+# Names in a file that uses other precisions than float32: a sum in bfloat16 on the device would lose digits.
 _PRECISIONS = (
     *("half", "bfloat16", "float16", "double", "float64", "autocast", "amp", "GradScaler", "precision"),
     *("mixed_precision", "Accelerator", "fabric"),
 )
+# Functions that may look up a variable by its name as text, so that not all its uses can be seen.
 _BY_TEXT = ("locals", "globals", "vars", "exec", "eval")
 
 
 def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
-    """The mends that put off one read, or none and the reason why it was left alone.
+    """Return the mends that defer one read, or no mends and the reason why the code is left alone.
 
-    Safe is: `name += ….item()` where the name is local, begins as a number, and is read only outside the steps; every
-    such place then reads `float(name)`.
+    Safe is only `name += ….item()` where the name is local, begins as a number, and is read only outside of steps. Each
+    of these reads becomes `float(name)`.
     """
     if not isinstance(node, cst.Call) or last_name(node.func) != "item":
         return (), "how else to write it depends on what it is for"
@@ -41,14 +47,14 @@ def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
     if isinstance(reads, str):
         return (), reads
     mends = [Mend(read, _as_float) for read in reads]
-    for adds in _adds(code, statement, name):
-        items = [call for call in walk(adds.value) if isinstance(call, cst.Call) and last_name(call.func) == "item"]
-        inner = receiver(items[0]) if len(items) == 1 else None
+    for addition in _additions(code, statement, name):
+        items = [call for call in walk(addition.value) if isinstance(call, cst.Call) and last_name(call.func) == "item"]
+        loss = receiver(items[0]) if len(items) == 1 else None
         if (
-            inner is None
-            or not code.kind(inner) & Kind.GRAPH
-            or code.kind(inner) & Kind.MANY
-            or not _plain_around(adds.value, items[0])
+            loss is None
+            or not code.kind(loss) & Kind.GRAPH
+            or code.kind(loss) & Kind.MANY
+            or not _plain_around(addition.value, items[0])
         ):
             return (), f"not everything added to `{name}` is one loss"
         mends.append(Mend(items[0], _detached))
@@ -56,16 +62,17 @@ def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
 
 
 def _detached(call: Any) -> cst.CSTNode:
-    """`loss.item()` -> `loss.detach()`."""
+    """Return `loss.detach()` for `loss.item()`."""
     return method_call(call.func.value, "detach").with_changes(lpar=call.lpar, rpar=call.rpar)
 
 
 def _as_float(name: Any) -> cst.CSTNode:
+    """Return `float(name)`."""
     return cst.Call(cst.Name("float"), [cst.Arg(name)])
 
 
 def _plain_around(value: cst.BaseExpression, item: cst.Call) -> bool:
-    """Whether the value is the read, perhaps times or divided by something."""
+    """Return whether a value is the `item()` call, perhaps multiplied or divided: `loss.item() * x.size(0) / n`."""
     while isinstance(value, cst.BinaryOperation):
         if not isinstance(value.operator, cst.Multiply | cst.Divide):
             return False
@@ -78,7 +85,8 @@ def _plain_around(value: cst.BaseExpression, item: cst.Call) -> bool:
     return value is item
 
 
-def _adds(code: Code, statement: cst.AugAssign, name: str) -> list[cst.AugAssign]:
+def _additions(code: Code, statement: cst.AugAssign, name: str) -> list[cst.AugAssign]:
+    """Return all statements `name += …` in the function of a statement."""
     scope = code.script.scope(statement)
     return [
         node
@@ -88,9 +96,10 @@ def _adds(code: Code, statement: cst.AugAssign, name: str) -> list[cst.AugAssign
 
 
 def _reads_of(code: Code, statement: cst.AugAssign, name: str) -> list[cst.Name] | str:
-    """The places that read a name outside of steps, or why they cannot all be told."""
+    """Return the places that read a name, all outside of steps; or the reason why the read cannot be deferred."""
     scope = code.script.scope(statement)
     if any(
+        # `vars(args)` reads an argparse namespace, only `vars()` reads the local names.
         dotted(call.func) in _BY_TEXT and not (call.args and last_name(call.func) == "vars")
         for call in code.script.calls
     ):
@@ -119,7 +128,12 @@ def _reads_of(code: Code, statement: cst.AugAssign, name: str) -> list[cst.Name]
 
 
 def _use(code: Code, node: cst.Name) -> str:
-    """What a name is there for: "read"; "other": no reading, or made a number; "bound" to something else; "odd"."""
+    """Return how a name is used at one place.
+
+    Returns:
+        "read": its value is read. "other": it is not read (`x.name`, `f(name=1)`), is added to, or is assigned a
+        number. "bound": it is assigned anything else. "odd": any other way of binding it, such as a loop's target.
+    """
     above = code.script.parents[node]
     if isinstance(above, cst.Attribute) and above.attr is node:
         return "other"
@@ -128,24 +142,26 @@ def _use(code: Code, node: cst.Name) -> str:
     if isinstance(above, cst.AugAssign) and above.target is node:
         return "other" if isinstance(above.operator, cst.AddAssign) else "odd"
     if isinstance(above, cst.AssignTarget | cst.Element):
-        target, at = above, -1
+        target, index = above, -1
         if isinstance(above, cst.Element):  # `total, right = 0.0, 0`
-            whole = code.script.parents[above]
-            outer = code.script.parents[whole]
-            if not isinstance(whole, cst.Tuple) or not isinstance(outer, cst.AssignTarget):
+            sequence = code.script.parents[above]
+            assignment = code.script.parents[sequence]
+            if not isinstance(sequence, cst.Tuple) or not isinstance(assignment, cst.AssignTarget):
                 return "odd" if _is_target(code, above) else "read"
-            target, at = outer, list(whole.elements).index(above)
+            target, index = assignment, list(sequence.elements).index(above)
         assigned = code.script.parents[target]
         value = assigned.value if isinstance(assigned, cst.Assign) else None
-        if at >= 0:
-            value = value.elements[at].value if isinstance(value, cst.Tuple) and at < len(value.elements) else None
+        if index >= 0:
+            value = (
+                value.elements[index].value if isinstance(value, cst.Tuple) and index < len(value.elements) else None
+            )
         return "other" if isinstance(value, cst.Float | cst.Integer) else "bound"
     odd = (cst.Param, cst.NamedExpr, cst.Del, cst.For, cst.CompFor, cst.AsName, cst.AnnAssign)
     return "odd" if isinstance(above, odd) else "read"
 
 
 def _is_target(code: Code, node: cst.CSTNode) -> bool:
-    """Whether a part of a tuple is bound there, not read."""
+    """Return whether an element of a tuple or list is bound there, not read: `a, (b, c) = f()`."""
     above = code.script.parents[node]
     while isinstance(above, cst.Tuple | cst.List | cst.Element):
         node, above = above, code.script.parents[above]

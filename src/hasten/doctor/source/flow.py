@@ -1,4 +1,9 @@
-"""Infers the values of names in a function: tensors, graphs, arrays. A simple data flow, statement by statement."""
+"""Infer the kinds of values in a function: which are tensors, have a graph, or are arrays.
+
+`Flow` goes through the statements of one function in order. `Expressions` evaluates each expression; `Flow` adds what
+statements do: assignments bind names, loops are gone through twice, and the branches of an `if` are joined. A function
+of the same file is evaluated when it is called, once for each combination of its arguments' kinds.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,22 @@ from hasten.doctor.source.script import Script
 from hasten.doctor.source.syntax import dotted, last_name, targets_of
 from hasten.doctor.source.training import Training
 
-# (function, kinds of its parameters) -> kind of what it returns.
+# (function, kinds of its parameters) -> kind of its result.
 Returns = dict[tuple[cst.FunctionDef, tuple[tuple[str, Kind], ...]], Kind]
 
 
 class Flow:
-    """The kinds of the expressions of one function (or of the module's own code).
+    """The kinds of the expressions of one function, or of a file's top-level code.
 
     Args:
-        script, training: The file.
-        scope: The function.
-        given: Kinds of its parameters, where they are known.
-        returns: What functions of the file return, kept between flows.
+        script: The file.
+        training: Its training loops.
+        scope: The function, or the module.
+        parameters: Kinds of the function's parameters, as far as they are known.
+        returns: Cache of the kinds that the file's functions return, shared by its flows.
+
+    Attributes:
+        returned: The flags of all values that the function returns, combined.
     """
 
     def __init__(
@@ -29,7 +38,7 @@ class Flow:
         script: Script,
         training: Training,
         scope: cst.CSTNode,
-        given: dict[str, Kind] | None = None,
+        parameters: dict[str, Kind] | None = None,
         returns: Returns | None = None,
     ) -> None:
         self.script = script
@@ -37,7 +46,7 @@ class Flow:
         self.returned = Kind.PLAIN
         self._returns: Returns = returns if returns is not None else {}
         self._losses = training.losses.get(scope, set())
-        self._seen = Expressions(script, training, dict(given or {}), self._result)
+        self._expressions = Expressions(script, training, dict(parameters or {}), self._result)
         body = getattr(scope, "body", None)
         if isinstance(scope, cst.Module):
             self._block(scope.body)
@@ -45,8 +54,8 @@ class Flow:
             self._block(body.body)
 
     def of(self, node: cst.CSTNode | None) -> Kind:
-        """The kind of an expression where it stands; PLAIN where it was not seen."""
-        return self._seen.kinds.get(node, Kind.PLAIN) if node is not None else Kind.PLAIN
+        """Return the kind of an expression at its place; PLAIN if it was not evaluated."""
+        return self._expressions.kinds.get(node, Kind.PLAIN) if node is not None else Kind.PLAIN
 
     def _block(self, statements: object) -> None:
         for statement in statements if isinstance(statements, list | tuple) else ():
@@ -56,29 +65,29 @@ class Flow:
         if isinstance(node, cst.SimpleStatementLine | cst.IndentedBlock | cst.SimpleStatementSuite):
             self._block(node.body)
         elif isinstance(node, cst.For | cst.While):
-            for _ in range(2):  # what one round leaves behind, the next one finds
+            for _ in range(2):  # twice: names bound at the end of an iteration are read at the start of the next
                 if isinstance(node, cst.For):
-                    kind = self._seen.eval(node.iter)
+                    kind = self._expressions.eval(node.iter)
                     for target in targets_of(node.target):
-                        self._seen.bind(target, kind & ~Kind.MANY)
+                        self._expressions.bind(target, kind & ~Kind.MANY)
                 else:
-                    self._seen.eval(node.test)
+                    self._expressions.eval(node.test)
                 self._statement(node.body)
             if node.orelse is not None:
                 self._statement(node.orelse.body)
         elif isinstance(node, cst.If):
-            self._seen.eval(node.test)
-            before = dict(self._seen.names)
+            self._expressions.eval(node.test)
+            before = dict(self._expressions.names)
             self._statement(node.body)
-            after, self._seen.names = self._seen.names, before
+            after, self._expressions.names = self._expressions.names, before
             if node.orelse is not None:
                 self._statement(node.orelse)
-            self._seen.names = _joined(after, self._seen.names)
+            self._expressions.names = _joined(after, self._expressions.names)
         elif isinstance(node, cst.Else | cst.Finally | cst.ExceptHandler):
             self._statement(node.body)
         elif isinstance(node, cst.With):
             for item in node.items:
-                self._seen.eval(item.item)
+                self._expressions.eval(item.item)
             self._statement(node.body)
         elif isinstance(node, cst.Try):
             self._statement(node.body)
@@ -92,57 +101,58 @@ class Flow:
 
     def _simple(self, node: cst.CSTNode) -> None:
         if isinstance(node, cst.Assign):
-            kind = self._seen.eval(node.value)
+            kind = self._expressions.eval(node.value)
             for target in node.targets:
                 self._assign(target.target, node.value, kind)
         elif isinstance(node, cst.AnnAssign):
             if node.value is not None:
-                self._assign(node.target, node.value, self._seen.eval(node.value))
+                self._assign(node.target, node.value, self._expressions.eval(node.value))
         elif isinstance(node, cst.AugAssign):
-            kind = self._seen.eval(node.value) | self._seen.eval(node.target)
+            kind = self._expressions.eval(node.value) | self._expressions.eval(node.target)
             if not isinstance(node.target, cst.Subscript):
-                self._seen.bind(node.target, kind)
+                self._expressions.bind(node.target, kind)
         elif isinstance(node, cst.Return):
             if node.value is not None:
-                self.returned |= self._seen.eval(node.value)
+                self.returned |= self._expressions.eval(node.value)
         elif isinstance(node, cst.Expr | cst.Assert | cst.Raise | cst.Del):
             for name in ("value", "test", "msg", "exc"):
                 value = getattr(node, name, None)
                 if isinstance(value, cst.BaseExpression):
-                    self._seen.eval(value)
+                    self._expressions.eval(value)
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression, kind: Kind) -> None:
         targets = list(targets_of(target))
         if isinstance(target, cst.Tuple | cst.List):
             values = list(targets_of(value)) if isinstance(value, cst.Tuple | cst.List) else []
             if len(values) == len(targets):
-                for one, other in zip(targets, values, strict=True):
-                    self._assign(one, other, self.of(other))
+                for part, source in zip(targets, values, strict=True):
+                    self._assign(part, source, self.of(source))
                 return
-            for at, one in enumerate(targets):
-                index = at == 1 and isinstance(value, cst.Call) and last_name(value.func) in WITH_INDEX
-                self._seen.bind(one, kind & ~(Kind.MANY | (Kind.GRAPH if index else Kind.PLAIN)))
+            for position, part in enumerate(targets):
+                # The indices of `values, indices = out.max(1)` are integers: they have no graph.
+                is_index = position == 1 and isinstance(value, cst.Call) and last_name(value.func) in WITH_INDEX
+                self._expressions.bind(part, kind & ~(Kind.MANY | (Kind.GRAPH if is_index else Kind.PLAIN)))
             return
         name = dotted(target)
         unknown = isinstance(value, cst.Call) and last_name(value.func) not in PLAIN_METHODS | PLAIN_CALLS
         if name in self._losses and not kind and unknown and not self.script.under_no_grad(value):
-            kind = COMPUTED  # it goes backward later
-        self._seen.bind(target, kind)
+            kind = COMPUTED  # a call of unknown kind, `loss = compute(x)`, whose result goes backward: it has a graph
+        self._expressions.bind(target, kind)
 
-    def _result(self, function: cst.FunctionDef, given: dict[str, Kind]) -> Kind:
+    def _result(self, function: cst.FunctionDef, parameters: dict[str, Kind]) -> Kind:
         """Return what a function of the file returns for arguments of these kinds."""
-        key = (function, tuple(sorted(given.items())))
+        key = (function, tuple(sorted(parameters.items())))
         cache = self._returns
         if key not in cache:
-            cache[key] = Kind.PLAIN  # a function that calls itself ends here
-            kind = Flow(self.script, self.training, function, given, cache).returned
+            cache[key] = Kind.PLAIN  # provisional: a recursive call of the function finds this, and the recursion ends
+            kind = Flow(self.script, self.training, function, parameters, cache).returned
             cache[key] = kind & ~Kind.GRAPH if self.script.under_no_grad(function.body) else kind
         return cache[key]
 
 
-def _joined(one: dict[str, Kind], other: dict[str, Kind]) -> dict[str, Kind]:
-    """After an `if`: what both sides agree on; a name that only one side knows keeps what that side knows."""
-    joined = {**one, **other}
-    for name in one.keys() & other.keys():
-        joined[name] = one[name] & other[name]
+def _joined(first: dict[str, Kind], second: dict[str, Kind]) -> dict[str, Kind]:
+    """Return the kinds after an `if`: the flags that both branches share, or those of the only branch with the name."""
+    joined = {**first, **second}
+    for name in first.keys() & second.keys():
+        joined[name] = first[name] & second[name]
     return joined

@@ -1,4 +1,4 @@
-"""Kinds of values in expressions, and which kinds torch's functions return."""
+"""Kinds of values that expressions have, and functions and methods grouped by the kind they return."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from enum import IntFlag
 
 
 class Kind(IntFlag):
-    """Kinds that a value may have; 0: unknown, or a plain number.
+    """Flags that describe a value. Several may hold: a loss is TENSOR | DEVICE | GRAPH.
 
-    TENSOR: a torch tensor. DEVICE: on the device, where the script uses one. GRAPH: has a graph behind it. ARRAY: a
-    NumPy array. MANY: a list, tuple or dict of such.
+    PLAIN (0): an unknown value, or a plain number. TENSOR: a torch tensor. DEVICE: on the device, if the script uses
+    one. GRAPH: it requires gradients, and so keeps an autograd graph alive. ARRAY: a NumPy array. MANY: a list, tuple
+    or dict of values with the other flags.
     """
 
     PLAIN = 0
@@ -20,24 +21,30 @@ class Kind(IntFlag):
     MANY = 16
 
 
-COMPUTED = Kind.TENSOR | Kind.DEVICE | Kind.GRAPH
+COMPUTED = Kind.TENSOR | Kind.DEVICE | Kind.GRAPH  # the output of a model
+# Methods of a tensor that return a Python value, or nothing.
 PLAIN_METHODS = frozenset([
     "item", "tolist", "size", "dim", "numel", "nelement", "stride", "type", "is_contiguous", "get_device", "backward",
     "element_size", "data_ptr",
 ])  # fmt: skip
+# Attributes of a tensor that are not tensors.
 PLAIN_ATTRIBUTES = frozenset(
     ["shape", "device", "dtype", "ndim", "grad_fn", "requires_grad", "is_cuda", "is_leaf", "names", "layout"]
 )
+# Functions and methods whose result has no graph, whatever their input.
 NO_GRADIENT = frozenset([
     "argmax", "argmin", "eq", "ne", "gt", "lt", "ge", "le", "long", "int", "bool", "byte", "sign", "round", "floor",
     "ceil", "isnan", "isinf", "isfinite", "nonzero", "detach", "argsort", "detach_", "sign", "count_nonzero", "any",
     "all", "logical_not", "logical_and", "logical_or", "equal", "multinomial", "ones_like", "zeros_like",
 ])  # fmt: skip
+# Functions that may return (values, indices): the second has no graph.
 WITH_INDEX = frozenset(["max", "min", "topk", "sort", "median", "mode", "kthvalue", "cummax", "cummin"])
+# Builtins that return a Python value.
 PLAIN_CALLS = frozenset([
     "float", "int", "bool", "len", "str", "repr", "round", "isinstance", "type", "range", "print", "id", "hash",
     "format",
 ])  # fmt: skip
+# Functions of torch that create a tensor.
 FRESH = frozenset([
     "zeros", "ones", "full", "empty", "rand", "randn", "randint", "arange", "linspace", "eye", "tensor", "as_tensor",
     "from_numpy", "randperm", "normal",

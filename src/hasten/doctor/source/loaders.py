@@ -1,4 +1,4 @@
-"""Which DataLoader calls a file trains with."""
+"""Find the DataLoader calls of a file, and which of them feed its training."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import libcst as cst
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.syntax import argument, dotted, is_open, is_word, last_name, names_in
 
+# Names of loaders, datasets and functions for validation ("val_loader", "testset") and for training.
 TEST = re.compile(
     r"(^|_|\b)(val|valid|validation|test|eval|infer|predict|dev)(_|\d|\b|loader|set|dl|data)", re.IGNORECASE
 )
-
-
 TRAIN = re.compile(r"train|^(data_?)?loader$|^dl$", re.IGNORECASE)
 
 
 def loader_calls(code: Code) -> Iterator[tuple[cst.Call, str]]:
-    """Calls of torch's DataLoader whose arguments can be read, with the name each is given."""
+    """Yield each call of torch's DataLoader whose arguments can all be read, and the loader's name."""
     for call in code.script.calls:
         full = code.script.qualified(call.func)
         if (
             last_name(call.func) != "DataLoader"
             or is_open(call)
+            # Their loaders are also named DataLoader, but have other arguments or defaults.
             or full.startswith(("torch_geometric", "torchdata", "monai"))
         ):
             continue
@@ -34,7 +34,7 @@ def loader_calls(code: Code) -> Iterator[tuple[cst.Call, str]]:
 
 
 def name_given(code: Code, call: cst.Call) -> str:
-    """The name a loader is assigned to, or that of the function that returns it."""
+    """Return the name that a loader is assigned to, or of the function or dict key around it; "" without any."""
     for above in code.script.ancestors(call):
         if isinstance(above, cst.Assign):
             return dotted(above.targets[0].target)
@@ -46,7 +46,13 @@ def name_given(code: Code, call: cst.Call) -> str:
 
 
 def trains_with(code: Code, call: cst.Call, name: str) -> bool:
-    """Whether a loader feeds the training."""
+    """Return whether a loader feeds the training, guessed from names, its `shuffle`, and the loops over it.
+
+    Args:
+        code: The file.
+        call: The call of DataLoader.
+        name: The loader's name, from `loader_calls`.
+    """
     short = name.rpartition(".")[2]
     dataset = argument(call, "dataset", 0)
     scope = code.script.scope(call)

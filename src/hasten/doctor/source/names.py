@@ -1,4 +1,4 @@
-"""Reads names: where they were imported from, and what people call models and optimizers."""
+"""Read names: resolve imports, and recognize models and optimizers by how people usually name them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _MODEL_NAME = re.compile(
     r"(^|[._])_?(model|net|network|netG|netD|netE|generator|discriminator|criterion|loss_fn|loss_func|backbone|classifier|"
     r"policy|student|teacher|unet|vae|critic)(_\w{1,8}|\d+)?$|_(model|net|criterion|loss)$|^(criterion|loss)_\w+$"
 )
+# `build_model(...)` or `save_model(...)` works on a model, and is not one.
 _VERB = re.compile(
     r"_?(get|build|create|make|load|save|update|fetch|un?wrap|setup|init|prepare|define|set|test|train|log|reset|push|print|calls?|names?|is|has|of)_"
 )
 
 
 def sounds_like_optimizer(name: str) -> bool:
-    """Whether people give this name to optimizers.
+    """Return whether a name is one that people give to optimizers.
 
     >>> sounds_like_optimizer("self.optimizer_d"), sounds_like_optimizer("options")
     (True, False)
@@ -35,7 +36,7 @@ def sounds_like_optimizer(name: str) -> bool:
 
 
 def sounds_like_model(name: str) -> bool:
-    """Whether people give this name to models and loss modules.
+    """Return whether a name is one that people give to models and loss modules.
 
     >>> sounds_like_model("self.netG"), sounds_like_model("network_name")
     (True, False)
@@ -44,7 +45,7 @@ def sounds_like_model(name: str) -> bool:
 
 
 def sounds_like_action(name: str) -> bool:
-    """Whether a name begins with a verb: what it stands for does something with a model, and is none.
+    """Return whether a name begins with a verb, so that it is a function about models and not a model.
 
     >>> sounds_like_action("utils.load_model"), sounds_like_action("model")
     (True, False)
@@ -53,7 +54,10 @@ def sounds_like_action(name: str) -> bool:
 
 
 def imports_of(nodes: Iterable[cst.CSTNode]) -> Iterator[tuple[str, str]]:
-    """Names that a file's imports bind, with their full names: ("DataLoader", "torch.utils.data.DataLoader")."""
+    """Yield each name that imports bind, with its full name: ("DataLoader", "torch.utils.data.DataLoader").
+
+    Relative imports and `import *` are left out: they cannot be resolved from the file alone.
+    """
     for node in nodes:
         if isinstance(node, cst.Import):
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""Problems that a rule finds in source code, and the changes that mend them."""
+"""Problems that a rule finds in source code, and the changes of the tree that repair them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ Change = Callable[[Any], cst.CSTNode]
 
 @dataclass(frozen=True)
 class Mend:
-    """A change of one node: `change` takes the node, changes below it made, and gives what stands there then."""
+    """A change of one node.
+
+    Attributes:
+        node: The node to replace.
+        change: Returns the replacement. Its argument is the node with the changes inside it already made.
+    """
 
     node: cst.CSTNode
     change: Change
@@ -24,11 +29,11 @@ class Problem:
     """A problem that a rule found.
 
     Attributes:
-        node: Where; its first character is the place of the finding.
-        what: One sentence, no full stop.
-        fix: An instruction.
-        mends: The changes that mend it, all or none; empty where no change is surely safe.
-        left: Why there are none, where a person might expect them; "" where the fix was never for a machine.
+        node: The code with the problem; its first character is the place of the finding.
+        what: One sentence that describes the problem, without a full stop.
+        fix: An instruction to the user.
+        mends: The changes that repair it, made all together or not at all; empty if no change is surely safe.
+        left: Why there are no mends, for the user; "" if such problems are never repaired automatically.
     """
 
     node: cst.CSTNode

@@ -1,4 +1,4 @@
-"""Files of Python: finding them, reading them, and saying what is wrong with those that cannot be read."""
+"""Find, read and parse Python files, and report why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SKIPPED = frozenset([
     "site-packages", ".tox", ".nox", ".eggs", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
 ])  # fmt: skip
 TOO_LARGE = 4_000_000
-# What a file must import for any rule to have something to say.
+# Imports without which a file is not parsed: no rule has anything to report in it.
 _IMPORTS = re.compile(
     r"^\s*(from|import)\s[^#\n]*\b(torch|lightning|pytorch_lightning|hasten|accelerate|transformers|timm)\b",
     re.MULTILINE,
@@ -27,7 +27,7 @@ _IMPORTS = re.compile(
 
 
 class UnreadableError(Exception):
-    """A file that could not be read or parsed. `line` is 0 where there is none."""
+    """A file cannot be read or parsed. `line` is the line of the error, 0 if the error has none."""
 
     def __init__(self, path: Path, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ class Text:
     """A file's text.
 
     Attributes:
-        path: Where it is.
-        text: Decoded; newlines as they are in the file.
-        encoding: By its coding cookie or byte order mark.
+        path: The file.
+        text: The decoded text, with the file's own newlines.
+        encoding: The encoding that its coding cookie or byte order mark names; UTF-8 without either.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Text:
     encoding: str
 
     def bytes_of(self, text: str) -> bytes:
-        """Another text, encoded as this file is.
+        """Return another text encoded like this file, with a byte order mark if the file has one.
 
         Raises:
             UnicodeEncodeError: The encoding lacks a character.
@@ -60,25 +60,30 @@ class Text:
 
 
 def python_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files that these paths name, folders walked in order, each once; what does not exist is given as it is."""
+    """Yield the files that paths name and the Python files in folders that they name, in order of name.
+
+    Each file is yielded once, also if several paths or links lead to it. A path that does not exist is yielded too, so
+    that reading it reports the error.
+    """
     seen: set[str] = set()
     for path in paths:
-        for found in _below(path) if path.is_dir() else [path]:
-            real = os.path.realpath(found)
+        for file in _below(path) if path.is_dir() else [path]:
+            real = os.path.realpath(file)
             if real not in seen:
                 seen.add(real)
-                yield found
+                yield file
 
 
 def _below(folder: Path) -> Iterator[Path]:
+    """Yield the `.py` files below a folder, except in virtual environments, build folders and linked folders."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        yield folder  # said when it is read
+        yield folder  # reading it fails and reports why
         return
     for entry in entries:
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False):  # a link to a folder above would never end
             if entry.name not in SKIPPED and not (path / "pyvenv.cfg").exists():
                 yield from _below(path)
         elif entry.name.endswith(".py") and entry.is_file():
@@ -86,10 +91,10 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> Text:
-    """Read a file of Python.
+    """Read and decode a Python file.
 
     Raises:
-        UnreadableError: It cannot be read as one.
+        UnreadableError: It is a notebook, not a regular file, too large, not readable, or cannot be decoded.
     """
     if path.suffix == ".ipynb":
         raise UnreadableError(
@@ -114,12 +119,12 @@ def read_text(path: Path) -> Text:
 
 
 def parse(text: Text) -> Script | None:
-    """The file as the rules see it; None where it has nothing to do with training in torch.
+    """Return the parsed file; None if it imports neither torch nor a library that trains with it.
 
     Raises:
-        UnreadableError: It is not Python.
+        UnreadableError: It is not valid Python.
     """
-    _compiles(text)  # Python says best what is wrong, and knows how deep is too deep
+    _compiles(text)  # before libcst: Python has the better error messages, and refuses code that is nested too deep
     if not _IMPORTS.search(text.text):
         return None
     try:
@@ -128,18 +133,19 @@ def parse(text: Text) -> Script | None:
         raise UnreadableError(text.path, f"syntax error: {error.message}", error.raw_line) from None
     except (RecursionError, ValueError) as error:
         raise UnreadableError(text.path, f"cannot be parsed: {error}") from None
-    if module.code != text.text:
+    if module.code != text.text:  # a mend writes the whole tree back, and would change unrelated code
         raise UnreadableError(text.path, "cannot be parsed without loss: not looked at")
     return Script(module)
 
 
 def _compiles(text: Text) -> None:
+    """Raise `UnreadableError` if Python cannot parse the text."""
     import ast
     import warnings
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # such as "invalid escape sequence" in the user's strings
             ast.parse(text.text)
     except SyntaxError as error:
         raise UnreadableError(text.path, f"syntax error: {error.msg}", error.lineno or 0) from None

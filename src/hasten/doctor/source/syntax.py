@@ -1,4 +1,4 @@
-"""Small questions to a libcst tree: children, names, arguments."""
+"""Helpers for libcst trees: walk nodes, read names and arguments, build changed calls."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import fields
 
 import libcst as cst
 
+# How the names of fields begin that hold layout: blanks, parentheses, commas, comments.
 _LAYOUT = ("whitespace", "lpar", "rpar", "comma", "equal", "header", "footer", "leading_lines", "lines_", "semicolon")
 
 
 @functools.cache
 def _fields(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    """The fields of a class that hold code; layout (blanks, commas, comments) is left out."""
+    """Return the names of a node class's fields that hold code, without those that hold layout."""
     return tuple(field.name for field in fields(kind) if not field.name.startswith(_LAYOUT))
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The nodes of code right below this one."""
+    """Yield a node's direct children that are code."""
     for name in _fields(type(node)):
         value = getattr(node, name)
         if isinstance(value, cst.CSTNode):
@@ -28,7 +29,7 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The node and all code below it."""
+    """Yield a node and all code below it, depth first."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -37,7 +38,7 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def walk_scope(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """As `walk`, but without the bodies of functions, lambdas and classes below the node."""
+    """Yield like `walk`, but nothing inside the functions, lambdas and classes below the node."""
     pending = list(children(node))
     yield node
     while pending:
@@ -48,7 +49,7 @@ def walk_scope(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def dotted(node: cst.CSTNode) -> str:
-    """`self.conv1` for such a chain of names, "" for anything else."""
+    """Return a name or a chain of attributes as text, "self.conv1"; "" for any other expression."""
     parts = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -59,50 +60,50 @@ def dotted(node: cst.CSTNode) -> str:
 
 
 def last_name(node: cst.CSTNode) -> str:
-    """The name after the last dot: of a function as of a method on any expression."""
+    """Return the name after the last dot: "item" for `f(x).item`; "" if the node is neither a name nor an attribute."""
     if isinstance(node, cst.Attribute):
         return node.attr.value
     return node.value if isinstance(node, cst.Name) else ""
 
 
 def receiver(call: cst.Call) -> cst.BaseExpression | None:
-    """Return what a method is called on; None for a plain function."""
+    """Return the expression that a method is called on; None for a plain function."""
     return call.func.value if isinstance(call.func, cst.Attribute) else None
 
 
 def argument(call: cst.Call, name: str, position: int = -1) -> cst.BaseExpression | None:
-    """An argument by its keyword, or by its position (from 0)."""
-    plain = 0
+    """Return an argument by its keyword, or by its position (from 0); None if it is missing or after `*` or `**`."""
+    index = 0
     for arg in call.args:
         if arg.star:
             return None
         if arg.keyword is not None:
             if arg.keyword.value == name:
                 return arg.value
-        elif plain == position:
+        elif index == position:
             return arg.value
         else:
-            plain += 1
+            index += 1
     return None
 
 
 def is_open(call: cst.Call) -> bool:
-    """Whether arguments come by `*` or `**`, so that not all of them can be read."""
+    """Return whether a call has `*` or `**` arguments, so that not all of its arguments can be read."""
     return any(arg.star for arg in call.args)
 
 
 def is_word(node: cst.CSTNode | None, word: str) -> bool:
-    """Whether the node is this name: True, False, None."""
+    """Return whether a node is the name `word`, such as True, False or None."""
     return isinstance(node, cst.Name) and node.value == word
 
 
 def names_in(node: cst.CSTNode) -> Iterator[str]:
-    """All plain names that an expression mentions."""
+    """Return an iterator over all names in a node, without dots: "self" and "loss" for `self.loss`."""
     return (below.value for below in walk(node) if isinstance(below, cst.Name))
 
 
 def targets_of(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """Yield what an assignment or a loop binds, tuples taken apart."""
+    """Yield the targets of an assignment or a loop: the elements of a tuple or list, else the target."""
     if isinstance(target, cst.Tuple | cst.List):
         for element in target.elements:
             yield from targets_of(element.value)
@@ -111,22 +112,26 @@ def targets_of(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
 
 
 def block(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The statements of a body."""
+    """Return the statements of a body; none if it is a single line."""
     body = getattr(node, "body", ())
     return body if isinstance(body, list | tuple) else ()
 
 
 def device_of(call: cst.Call) -> cst.BaseExpression | None:
-    """The device that `x.to(device)` or `x.cuda()` moves to, as an expression; None where the call does not say one."""
+    """Return the accelerator that `x.to(device)` or `x.cuda()` moves to, as an expression; None if there is none.
+
+    A name counts if it contains "device" or is one that people give to a GPU's number. With other arguments than the
+    device and `non_blocking`, such as a dtype, the result is None too.
+    """
     name = last_name(call.func)
-    given = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "non_blocking"]
-    if receiver(call) is None or len(given) > 1 or is_open(call):
+    args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "non_blocking"]
+    if receiver(call) is None or len(args) > 1 or is_open(call):
         return None
     if name == "cuda":
-        return given[0].value if given else cst.SimpleString('"cuda"')
-    if name != "to" or not given or (given[0].keyword is not None and given[0].keyword.value != "device"):
+        return args[0].value if args else cst.SimpleString('"cuda"')
+    if name != "to" or not args or (args[0].keyword is not None and args[0].keyword.value != "device"):
         return None
-    value = given[0].value
+    value = args[0].value
     if isinstance(value, cst.SimpleString):
         return value if value.raw_value.startswith(("cuda", "mps", "xpu")) else None
     words = dotted(value).lower()
@@ -134,41 +139,41 @@ def device_of(call: cst.Call) -> cst.BaseExpression | None:
 
 
 def with_keyword(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
-    """The call with a keyword argument put in place, or added at the end as the other arguments are laid out."""
-    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    """Return a call with a keyword argument replaced, or added at the end in the layout of the other arguments."""
+    equal_sign = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     args = list(call.args)
-    for at, arg in enumerate(args):
+    for index, arg in enumerate(args):
         if arg.keyword is not None and arg.keyword.value == name:
-            args[at] = arg.with_changes(value=value)
+            args[index] = arg.with_changes(value=value)
             return call.with_changes(args=args)
-    added = cst.Arg(value=value, keyword=cst.Name(name), equal=plain)
+    added = cst.Arg(value=value, keyword=cst.Name(name), equal=equal_sign)
     if not args:
         return call.with_changes(args=[added])
     last = args[-1]
-    if isinstance(last.comma, cst.Comma):  # a magic trailing comma: keep one
-        between = args[-2].comma if len(args) > 1 else cst.Comma(whitespace_after=call.whitespace_before_args)
+    if isinstance(last.comma, cst.Comma):  # keep the trailing comma, now after the new argument
+        separator = args[-2].comma if len(args) > 1 else cst.Comma(whitespace_after=call.whitespace_before_args)
         added = added.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-        args[-1] = last.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
+        args[-1] = last.with_changes(comma=separator, whitespace_after_arg=cst.SimpleWhitespace(""))
     else:
         pattern = args[-2].comma if len(args) > 1 else cst.MaybeSentinel.DEFAULT
-        between = pattern if isinstance(pattern, cst.Comma) else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+        separator = pattern if isinstance(pattern, cst.Comma) else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         added = added.with_changes(whitespace_after_arg=last.whitespace_after_arg)
-        args[-1] = last.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
+        args[-1] = last.with_changes(comma=separator, whitespace_after_arg=cst.SimpleWhitespace(""))
     return call.with_changes(args=[*args, added])
 
 
 def without_argument(call: cst.Call, arg: cst.Arg) -> cst.Call:
-    """The call without one of its arguments."""
+    """Return a call without one of its arguments."""
     args = list(call.args)
-    at = args.index(arg)
-    gone = args.pop(at)
-    if args and at == len(args):  # it was the last: what ended the list ends it still
-        args[-1] = args[-1].with_changes(comma=gone.comma, whitespace_after_arg=gone.whitespace_after_arg)
+    index = args.index(arg)
+    removed = args.pop(index)
+    if args and index == len(args):  # the last was removed: the one before gets its trailing comma and line break
+        args[-1] = args[-1].with_changes(comma=removed.comma, whitespace_after_arg=removed.whitespace_after_arg)
     return call.with_changes(args=args)
 
 
 def method_call(value: cst.BaseExpression, name: str) -> cst.Call:
-    """`value.name()`, with parentheses where the value needs them."""
+    """Return the call `value.name()`, with parentheses around the value if it needs them: `(a * b).detach()`."""
     simple = cst.Name | cst.Attribute | cst.Call | cst.Subscript
     if not isinstance(value, simple) and not value.lpar:
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
