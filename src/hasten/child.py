@@ -141,6 +141,17 @@ def scratch_folder(prefix: str = "hasten-", within: Path | None = None) -> Itera
         yield Path(folder)
 
 
+@contextmanager
+def ended_with_us(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Give an environment to a process that is no `Child`: what has it when this process is killed is ended, too."""
+    mark = _MARK + secrets.token_hex(8)
+    _watcher.tell(f"+{mark}")
+    try:
+        yield {**env, mark: "1"}
+    finally:
+        _watcher.tell(f"-{mark}")
+
+
 def _end_unknown(mark: str) -> None:
     """Kill a child that may or may not have been started, by its mark alone, since its process id is unknown."""
     end_family(mark, 0)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,3 +109,29 @@ def test_a_second_ctrl_c_ends_a_script_that_ignores_the_first(tmp_path: Path) ->
     code, _, diagnosis = _stopped(tmp_path, twice, "stubborn")
     assert code == 130
     assert diagnosis.steps >= 19
+
+
+def test_killed_it_ends_its_script_and_removes_nothing_of_the_persons(tmp_path: Path) -> None:
+    """Who started doctor reads its output to the end before waiting for it; so the script must not hold it open."""
+    write(tmp_path, "training.py", TRAIN)
+    write(tmp_path, "train.py", FOREVER)
+    kept = write(tmp_path, "home/.cache/kept", "a model that took an hour to download")
+    (tmp_path / "tmp").mkdir()
+    env = environment(TMPDIR=str(tmp_path / "tmp"), HOME=str(tmp_path / "home"))
+    with subprocess.Popen(
+        [HASTEN, "doctor", "train.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"now\n"
+            os.kill(process.pid, signal.SIGKILL)
+            began = time.monotonic()
+            process.stdout.read()
+            assert time.monotonic() - began < 20
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    while list((tmp_path / "tmp").glob("hasten-doctor-*")) and time.monotonic() - began < 20:
+        time.sleep(0.1)
+    assert not list((tmp_path / "tmp").glob("hasten-doctor-*"))
+    assert kept.exists()

@@ -82,6 +82,18 @@ def test_a_training_in_a_fork_is_told_that_it_is_left_alone(tmp_path: Path) -> N
     assert not (tmp_path / "hasten-auto.schedule").exists()
 
 
+def test_a_folder_that_is_gone_leaves_a_run_alone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text("import os\nos.rmdir('gone')\n" + COUNTS)
+    auto, evidence = options(tmp_path / "gone"), str(tmp_path / "gone/e.json")
+    config = RunConfig(command=("train.py",), auto=auto, evidence=evidence)
+    done = forked(tmp_path, "train.py", config=config, before=AS_IT_COMES)
+    assert (done.code, done.out) == (0, "[]\n"), done.err
+    alone, unwritten = done.err.splitlines()[:2]
+    assert alone == f"hasten: auto: the run is left alone: {auto.schedule} cannot be written: No such file or directory"
+    assert unwritten.startswith(f"hasten: cannot write the evidence {evidence}: ")
+
+
 # Closes all files that it does not know, as a daemon does, once the schedule is there; then opens its own.
 CLOSES = ROUNDS.replace(
     "        optimizer.zero_grad()",

@@ -232,3 +232,17 @@ def test_compiled_files_are_not_left_beside_the_persons_own(home: Path) -> None:
         shutil.rmtree(home / "__pycache__")
         os.utime(home, ns=(0, before["."][2]))
     assert state(home) == before
+
+
+@pytest.mark.parametrize("folder", ["scratch", "scratch/files"])
+def test_a_script_that_empties_its_scratch_folder_empties_no_cache(tmp_path: Path, folder: str) -> None:
+    """Seen from within, the folder with what was written is the whole file system, with caches that may be changed."""
+    work = tmp_path / "work"
+    text = "import os, shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)\n"
+    text += "open('made', 'w').write('x'); print(os.listdir())"
+    write(work, "train.py", text)
+    kept = write(tmp_path, "home/.cache/kept", "a model that took an hour to download")
+    done = in_a_trial(work, tmp_path / "scratch", "train.py", str(tmp_path / folder), XDG_CACHE_HOME=str(kept.parent))
+    assert (done.code, kept.exists()) == (0, True), done.err
+    assert "made" in done.out
+    assert not (work / "made").exists()

@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 
 from hasten import files
+from hasten.child import ended_with_us, scratch_folder
 from hasten.doctor.endings import evidence_without_report, how_it_ended, signal_name
 from hasten.doctor.findings import switched
 from hasten.doctor.flame import script_line_of
@@ -94,13 +94,13 @@ def listen(
     Raises:
         HastenError: The process cannot be started, or a file cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix="hasten-doctor-", ignore_cleanup_errors=True) as scratch:
-        listening = _Listening(list(arguments), tuple(command), options, whole, Path(scratch), evidence)
+    with scratch_folder("hasten-doctor-") as scratch:
+        listening = _Listening(list(arguments), tuple(command), options, whole, scratch, evidence)
         heard = listening.run()
         if options.sample and not heard.stopped:
             heard = _try_changes(heard, say)
         if options.trace:
-            heard = _keep_trace(heard, Path(scratch) / "trace.json", Path(options.trace))
+            heard = _keep_trace(heard, scratch / "trace.json", Path(options.trace))
         if evidence is not None:
             heard.evidence.write(evidence)
     return heard
@@ -163,8 +163,10 @@ class _Listening:
             evidence=str(self.left), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
         )
         _adopt_orphans()
-        with self._signals():
-            process = self._start(environment(config, dict(os.environ)))
+        env = environment(config, dict(os.environ))
+        # A whole run is the person's own, and goes on without doctor.
+        with self._signals(), contextlib.nullcontext(env) if self.whole else ended_with_us(env) as env:
+            process = self._start(env)
             began = time.perf_counter()
             sampler = Sampler(process.pid)
             try:

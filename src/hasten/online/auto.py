@@ -212,6 +212,9 @@ class Auto:
         except FileExistsError:
             self._why = f"{self._options.schedule} is another process's of this run"
             return
+        except OSError as error:
+            self._why = f"{self._options.schedule} cannot be written: {error.strerror}"
+            return
         self._step_seconds = seconds_of_step(evidence)
         whole = steps_known(evidence, self._options)
         seconds = min(self._options.most_seconds, _SHARE * whole * self._step_seconds if whole else math.inf)

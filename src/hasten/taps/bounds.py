@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -118,8 +117,8 @@ class Bounds:
         while (left := self._until - time.perf_counter()) > 0:
             time.sleep(min(left, 1.0))
             if self._options.listener and not os.path.exists(f"/proc/{self._options.listener}"):
-                # Doctor was killed: nobody reads the evidence or ends this process.
-                shutil.rmtree(self._options.scratch, ignore_errors=True)
+                # Doctor was killed: nobody reads the evidence. Its watcher removes the scratch folder. This process
+                # must not: it sees the user's files in that folder, and would remove those that it may write.
                 os._exit(1)
         session = self._session
         self._time_is_up = True  # a process that trains ends at the end of its current step, in `on_step`

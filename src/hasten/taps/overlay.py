@@ -284,6 +284,11 @@ class Overlay:
         really(self.root + absolute)
         self.hide(absolute)
 
+    def lies_in(self, path: Any, dir_fd: int | None) -> bool:
+        """Whether a path is the folder that this overlay keeps its files in, or one around it."""
+        full = self._full(path, dir_fd)
+        return full is not None and (self.root + os.sep).startswith(os.path.realpath(full).rstrip(os.sep) + os.sep)
+
     def remove_tree(self, absolute: str, really: Callable[[str], None]) -> None:
         """Remove a folder with its content, by calling `really` with its place in the scratch folder."""
         if self.is_folder(absolute):

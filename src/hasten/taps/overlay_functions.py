@@ -183,6 +183,9 @@ def _removing_tree(overlay: Overlay, plain: Any) -> Any:
     def rmtree(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         absolute = overlay.place(path, False, kwargs.get("dir_fd"))
         if absolute is None:
+            if overlay.lies_in(path, kwargs.get("dir_fd")):
+                # Seen from within, the scratch folder is the whole file system with the person's caches.
+                return
             plain(path, ignore_errors, *args, **kwargs)
             overlay.forget_links()
             return

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten import messages
+from hasten.errors import HastenError
 from hasten.evidence import Evidence, Phase
 from hasten.evidence.live import LiveFile
 from hasten.evidence.open_pass import OpenPass
@@ -334,7 +335,9 @@ class ProcessSession(Session):
             return
         try:
             (self.evidence_of(recorder) if self.heard is None else self._with_trials(self.heard)).write(path)
-        except Exception as error:  # must not change the script's exit code
+        except HastenError as error:  # must not change the script's exit code
+            messages.tell(f"hasten: {error}")
+        except Exception as error:
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
     def _say_idle(self) -> None:

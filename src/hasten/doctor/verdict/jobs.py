@@ -106,8 +106,8 @@ def _switches(evidence: Evidence) -> Iterator[Job]:
 def _odd_sizes(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that round a layer's size up to a multiple that the device computes faster.
 
-    The first two sizes are tried with every multiple of `aims`, later ones with the smallest only, to save time. A size
-    that would grow by more than 13 % is not tried: the extra work would outweigh the better kernel.
+    The first two sizes are tried with every multiple of `aims`, later ones with the smallest only, to save time. Sizes
+    that would grow by more than 13 % are not tried.
     """
     kinds = PRODUCTS | {"Embedding", "LSTM", "GRU"}
     odd = 0
@@ -215,7 +215,7 @@ def _attention(evidence: Evidence) -> Iterator[Job]:
 
 def _tools(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that time the cost of a debug tool per operator, and of an operator that computes almost nothing."""
-    tiny, per_operator = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
+    tiny, times = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
     calls = evidence.sampled.calls if evidence.sampled else 0.0
     if evidence.flags.anomaly or evidence.events_of("anomaly"):
         before = dataclasses.replace(tiny, anomaly=True)
@@ -226,15 +226,13 @@ def _tools(evidence: Evidence) -> Iterator[Job]:
             tiny,
             "anomaly",
             calls,
-            times=per_operator,
+            times=times,
         )
     if evidence.flags.profiler or evidence.events_of("profiler"):
         before = dataclasses.replace(tiny, profiler=True)
-        yield Job(
-            "debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=per_operator
-        )
+        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=times)
     compute = seconds_of(evidence, *COMPUTE)
     # Before and after are the same case: the finding only needs the seconds of such an operator. A step with longer
     # operators on average cannot spend much of its time on starting them.
     if calls and compute / calls < 40e-6:
-        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, times=per_operator)
+        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, times=times)

@@ -150,13 +150,11 @@ def _starts(bench: LoaderBench) -> list[str]:
     loader, own = bench.loader, bench.rate_of(bench.loader.num_workers)
     if own is None or not loader.num_workers:
         return []
-    persistent = words.duration(own.epoch_start)
+    resumed = words.duration(own.epoch_start)
     if loader.persistent_workers or own.epoch_start is None:
-        return [
-            f"an epoch's first batch comes after {persistent if own.epoch_start else words.duration(own.first_batch)}"
-        ]
+        return [f"an epoch's first batch comes after {resumed if own.epoch_start else words.duration(own.first_batch)}"]
     wait, cure = words.duration(own.first_batch), "persistent_workers=True"
-    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {persistent}"]
+    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {resumed}"]
 
 
 def _python(bench: LoaderBench) -> list[str]:

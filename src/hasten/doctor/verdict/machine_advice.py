@@ -12,7 +12,7 @@ from hasten.evidence.weigh import process_peak
 
 _ENOUGH = 4  # samples in the steady steps; with fewer there is no advice
 _IDLE = 0.5  # share of the cores below which a smaller machine is suggested
-_MUCH_MEMORY = 8 * 2**30  # bytes; with less memory there is nothing to save
+_MUCH_MEMORY = 8 * 2**30  # bytes; no advice on memory for smaller machines
 
 
 def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:

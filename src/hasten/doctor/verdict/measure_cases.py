@@ -1,4 +1,4 @@
-"""Cases that can be built and timed: a layer as it ran, an optimizer, and what of a run is worth building. No torch."""
+"""Describe what `measure_process` builds and times: layers as they ran, optimizers, attention. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hasten.evidence import Evidence, Layer
 from hasten.evidence.weigh import on_gpu, share_of
 
 NO_TIME = "no time was left for it"  # why a change was not tried
-TINY_OPERATORS = 120  # that one call of the case "tiny" runs: forward and backward
+TINY_OPERATORS = 120  # operators in one call of the case "tiny", forward and backward together
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,17 @@ class Case:
     """Something that can be built and timed.
 
     Attributes:
-        kind: A class of torch.nn or torch.optim; "attention" by hand or "sdpa"; "tiny" for a row of tiny operators.
+        kind: Name of a class in torch.nn or torch.optim; "attention" (matrix products and a softmax) or "sdpa"
+            (`scaled_dot_product_attention`); "tiny" for a sequence of tiny operators.
         sizes, bias, shape: As in `Layer`. For attention the shape is that of the query: batch, heads, length, width.
-        dtype: Of its weights and its input.
-        first: Its input is the batch, which needs no gradient.
-        autocast: Type to compute in, or "".
-        channels_last: Weights and input lie so.
-        norm: Class of a normalisation behind it, or "".
-        matmul_precision, cudnn_benchmark, anomaly, profiler: Global switches while it runs.
-        parameters: Shapes that an optimizer updates; `fused`, `foreach` and `options` are what it is built with.
+        dtype: Dtype of its weights and its input.
+        first: Whether its input is the batch itself, which needs no gradient.
+        autocast: Dtype for autocast, or "".
+        channels_last: Whether weights and input are in the channels-last memory format.
+        norm: Class of a normalisation layer after it, or "".
+        matmul_precision, cudnn_benchmark, anomaly, profiler: Global settings while it runs.
+        parameters: Shapes of the parameters that an optimizer updates; `fused`, `foreach` and `options` are the
+            optimizer's arguments.
     """
 
     kind: str
@@ -55,10 +57,10 @@ class Job:
 
     Attributes:
         finding, what, where, calls, detail: As in `Measurement`.
-        before, after: What to time.
-        scale: What one of `after`'s seconds counts, where it does less work than `before`.
-        times: How many of what is timed make one of the run's: more where its whole batch would take too long, less
-            where many of it are timed at once.
+        before, after: The cases to time.
+        scale: Factor for the seconds of `after`, more than 1 if it does less work than `before`.
+        times: Number of timed calls that correspond to one call in the run: more than 1 if only a part of the batch is
+            timed, less than 1 if one timed call runs many operators.
     """
 
     finding: str
@@ -74,7 +76,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are alike. `calls` and `seconds` (of forward and backward) are per step, of all together."""
+    """Identical layers: one of them, and the number of others.
+
+    `calls` and `seconds` (of forward and backward) are per step, for all of them together.
+    """
 
     layer: Layer
     others: int
@@ -83,30 +88,31 @@ class Group:
 
 
 def groups(evidence: Evidence, kinds: frozenset[str]) -> list[Group]:
-    """The layers of these classes, those that are alike as one, the costliest first.
+    """Return the layers of these classes, grouped if identical, the costliest group first.
 
-    Layers that were timed and take less than 1 % of the step are left out: nothing about them can matter.
+    Groups that were timed and take less than 1 % of the step are left out, since no change to them can matter.
     """
     alike: dict[object, list[Layer]] = {}
     for layer in evidence.layers:
         if layer.kind in kinds and _complete(layer):
             key = (layer.kind, tuple(layer.sizes.items()), layer.shape, layer.bias, bool(layer.normed_by))
             alike.setdefault(key, []).append(layer)
-    found = []
+    matching = []
     for layers in alike.values():
-        seconds = 3 * sum(layer.seconds for layer in layers)  # the backward makes two products for the forward's one
+        # Only forwards are timed; a backward takes about twice as long, with two matrix products for the forward's one.
+        seconds = 3 * sum(layer.seconds for layer in layers)
         if not seconds or share_of(evidence, seconds) >= 0.01:
             calls = sum(layer.calls or 1.0 for layer in layers)
-            found.append(Group(layers[0], len(layers) - 1, calls, seconds))
-    return sorted(found, key=lambda group: (-group.seconds, -_work(group.layer)))
+            matching.append(Group(layers[0], len(layers) - 1, calls, seconds))
+    return sorted(matching, key=lambda group: (-group.seconds, -_work(group.layer)))
 
 
 def aims(evidence: Evidence, dtype: str) -> tuple[int, ...]:
-    """Multiples that sizes shall be of, on this device and in this type; the mildest first.
+    """Return the multiples that sizes should be rounded to on this device and in this dtype, the smallest first.
 
-    Source: NVIDIA, Matrix Multiplication Background User's Guide, table 1: 16 bytes are what tensor cores need,
-    128 bytes what an A100 or later is best with. On a CPU 64 bytes are one vector and one cache line; 64 numbers are
-    what the blocks of its matrix products are mostly made of.
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, table 1: tensor cores need multiples of 16 bytes, and
+    an A100 or later is fastest with 128 bytes. On a CPU, 64 bytes are one vector and one cache line, and its matrix
+    products are mostly computed in blocks of 64 numbers.
     """
     wide = dtype in ("bfloat16", "float16")
     if on_gpu(evidence):
@@ -116,19 +122,21 @@ def aims(evidence: Evidence, dtype: str) -> tuple[int, ...]:
 
 
 def type_of(evidence: Evidence, layer: Layer) -> str:
-    """The type that a layer computes in: autocast's, where the script uses it."""
+    """Return the dtype that a layer computes in: autocast's, if the script uses autocast."""
     autocast = next((model.autocast for model in evidence.models if model.autocast), "")
     name = autocast or layer.dtype
     return name if name in ("bfloat16", "float16", "float64") else "float32"
 
 
 def case_of(evidence: Evidence, layer: Layer) -> Case:
-    """A layer as it ran."""
+    """Return the case of a layer as it ran."""
     batches = {shape for shape, _ in evidence.inputs.shapes} if evidence.inputs else set()
     dtype = layer.dtype if layer.dtype in ("float32", "bfloat16", "float16", "float64") else "float32"
     narrow = type_of(evidence, layer)
     return Case(
         layer.kind, dict(layer.sizes), layer.bias, layer.shape, dtype,
+        # Whether its input is the batch is a guess from the shape: a layer whose input merely has a batch's shape is
+        # timed without the gradient of its input, before and after alike.
         first=layer is evidence.layers[0] or layer.shape in batches,
         autocast=narrow if narrow != dtype else "",
         channels_last=layer.channels_last,
@@ -138,12 +146,15 @@ def case_of(evidence: Evidence, layer: Layer) -> Case:
 
 
 def attention_shape(detail: str, layers: Sequence[Layer] = ()) -> tuple[int, ...]:
-    """The query's shape (batch, heads, length, width) from that of a softmax, and the layers beside it.
+    """Return the query's shape (batch, heads, length, width), from the shape of a softmax; () if that has another form.
+
+    The softmax does not show the width of a head. It is the input width of a linear layer, divided by the number of
+    heads: of the first one under the event's path, else of the first whose input has the same batch and length. Without
+    such a layer, assume 64 per head.
 
     Args:
-        detail: Of an event: "batch x heads x length x length in path", or without heads.
-        layers: A linear layer under that path, else one that takes batch x length x width, tells how wide all heads
-            are together; 64 each without.
+        detail: An event's detail: "batch x heads x length x length in path", or without heads.
+        layers: The run's layers.
 
     >>> attention_shape("8 x 6 x 64 x 64")
     (8, 6, 64, 64)
@@ -164,7 +175,7 @@ def attention_shape(detail: str, layers: Sequence[Layer] = ()) -> tuple[int, ...
 
 
 def _complete(layer: Layer) -> bool:
-    """Whether enough is known of a layer to rebuild it."""
+    """Return whether enough is known of a layer to rebuild it."""
     sizes, shape = layer.sizes, layer.shape
     if not shape or 0 in shape:
         return False
@@ -178,6 +189,6 @@ def _complete(layer: Layer) -> bool:
 
 
 def _work(layer: Layer) -> int:
-    """Something that grows with a layer's multiplications, to sort those that were not timed."""
+    """Return an estimate of a layer's multiplications, up to a factor, to sort layers that were not timed."""
     sizes = (layer.sizes.get(name, 1) for name in ("in_features", "out_features", "in_channels", "out_channels"))
     return math.prod(sizes) * math.prod(layer.shape) // max(1, layer.shape[-1] if layer.kind == "Linear" else 1)

@@ -1,7 +1,8 @@
-"""The process in which `measure` tries changes: reads jobs from its standard input, writes what it measured.
+"""The process in which `measure` benchmarks changes: reads jobs from standard input, writes measurements as JSON.
 
-Before and after run in turn, A B A B, so that whatever else goes on in the machine meets both; each turn repeats the
-call until it takes a few milliseconds. A median of turns is kept, and in how many of them `after` was the faster.
+Before and after run in turn, A B A B, so that other load on the machine affects both alike. Each turn repeats the call
+until it takes a few milliseconds. The result is the median of each side's turns, and the share of the turns in which
+`after` was faster.
 """
 
 from __future__ import annotations
@@ -19,38 +20,42 @@ from typing import Any
 from hasten.doctor.verdict.measure_cases import NO_TIME, TINY_OPERATORS, Case, Job
 from hasten.evidence import Measurement
 
-_TURN = 0.004  # seconds a turn takes at least
-_MOST = 1.2  # seconds a job takes at most
-_TURNS, _FEW = 25, 6
+_TURN = 0.004  # least seconds of a turn
+_MOST = 1.2  # most seconds of a job
+_TURNS, _FEW = (
+    25,
+    6,
+)  # most turns, and least turns unless they take too long; with fewer than 6 no result is significant
 
 
 def main() -> None:
-    """Do what standard input asks for."""
+    """Run the jobs from standard input and print their measurements."""
     import torch
     from pydantic import TypeAdapter
 
-    asked = json.load(sys.stdin)
-    wanted = TypeAdapter(list[Job]).validate_python(asked["jobs"])
-    if asked["threads"]:
-        torch.set_num_threads(asked["threads"])
+    request = json.load(sys.stdin)
+    wanted = TypeAdapter(list[Job]).validate_python(request["jobs"])
+    if request["threads"]:
+        torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
-    done = []
-    ends = time.perf_counter() + asked["seconds"]
+    measured = []
+    ends = time.perf_counter() + request["seconds"]  # the import of torch, above, does not count
     for index, job in enumerate(wanted):
         left = ends - time.perf_counter()
-        limit = min(_MOST, left / (len(wanted) - index))
-        done.append(dataclasses.asdict(_try(job, asked["device"], limit)))
-    json.dump(done, sys.stdout)
+        limit = min(_MOST, left / (len(wanted) - index))  # time that a quick job saved goes to the jobs after it
+        measured.append(dataclasses.asdict(_try(job, request["device"], limit)))
+    json.dump(measured, sys.stdout)
     print()
 
 
 def _try(job: Job, device: str, limit: float) -> Measurement:
+    """Time one job within about `limit` seconds; if it fails, return why."""
     about = Measurement(job.finding, job.what, job.where, calls=job.calls, detail=job.detail)
     if limit < 0.05:
         return dataclasses.replace(about, failed=NO_TIME)
     try:
         befores, afters = take_turns(job.before, job.after, device, limit)
-    except Exception as error:  # whatever a layer or kernel makes of these sizes: said, and the next one is tried
+    except Exception as error:  # torch may raise anything for these sizes or options: report it, go on with other jobs
         return dataclasses.replace(about, failed=f"{type(error).__name__}: {error}".splitlines()[0])
     afters = [seconds * job.scale for seconds in afters]
     wins = sum(after < before for before, after in zip(befores, afters, strict=True)) / len(befores)
@@ -64,13 +69,16 @@ def _try(job: Job, device: str, limit: float) -> Measurement:
 
 
 def take_turns(before: Case, after: Case, device: str, limit: float) -> tuple[list[float], list[float]]:
-    """Seconds per call of both, turn by turn, within about `limit` seconds; six turns unless they take thrice that."""
+    """Return the seconds per call of each side, turn by turn, within about `limit` seconds.
+
+    There are at least six turns, unless they take over three times the limit.
+    """
     wait = _waiter(device)
     calls = [build(case, device) for case in (before, after)]
     repeats = 1
     for case, call in zip((before, after), calls, strict=True):
         with switched(case):
-            call()  # the first call allocates, and chooses kernels
+            call()  # warm-up: the first call allocates, and chooses kernels
             wait()
             single = -time.perf_counter()
             call()
@@ -80,8 +88,8 @@ def take_turns(before: Case, after: Case, device: str, limit: float) -> tuple[li
     taken: tuple[list[float], list[float]] = ([], [])
     began = time.perf_counter()
     while len(taken[0]) < _TURNS:
-        gone = time.perf_counter() - began
-        if gone > limit and (len(taken[0]) >= _FEW or gone > 3 * limit):
+        elapsed = time.perf_counter() - began
+        if elapsed > limit and (len(taken[0]) >= _FEW or elapsed > 3 * limit):
             break
         for case, call, seconds in zip((before, after), calls, taken, strict=True):
             with switched(case):
@@ -95,6 +103,7 @@ def take_turns(before: Case, after: Case, device: str, limit: float) -> tuple[li
 
 
 def _waiter(device: str) -> Callable[[], None]:
+    """Return a function that waits for the device to finish; on a CPU it does nothing."""
     import torch
 
     return torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -102,7 +111,7 @@ def _waiter(device: str) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def switched(case: Case) -> Iterator[None]:
-    """The global switches of a case, for as long as it runs."""
+    """Set the global settings of a case while it runs, and restore them."""
     import torch
 
     with contextlib.ExitStack() as stack:
@@ -119,7 +128,7 @@ def switched(case: Case) -> Iterator[None]:
 
 
 def build(case: Case, device: str) -> Callable[[], object]:
-    """A function that runs a case once: forward and backward, or an optimizer's step."""
+    """Return a function that runs a case once: forward and backward, or an optimizer's step."""
     import torch
 
     if case.parameters:
@@ -136,18 +145,19 @@ def build(case: Case, device: str) -> Callable[[], object]:
     else:
         inputs = torch.randn(case.shape, device=device, dtype=dtype)
         if case.channels_last:
-            layer, inputs = layer.to(memory_format=torch.channels_last), _last(inputs)
+            layer, inputs = layer.to(memory_format=torch.channels_last), _channels_last(inputs)
         targets = list(layer.parameters()) if case.first else [inputs.requires_grad_(), *layer.parameters()]
     return _differentiated(lambda: layer(inputs), targets, case.autocast, device)
 
 
-def _last(tensor: Any) -> Any:
+def _channels_last(tensor: Any) -> Any:
     import torch
 
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _layer(case: Case) -> Any:
+    """Build a case's layer, with its norm if any; sizes that the evidence does not hold get torch's usual values."""
     from torch import nn
 
     sizes = case.sizes
@@ -176,7 +186,7 @@ def _layer(case: Case) -> Any:
 
 
 def _differentiated(forward: Callable[[], Any], targets: list[Any], autocast: str, device: str) -> Callable[[], object]:
-    """Forward and backward; gradients are given back rather than added up."""
+    """Return a function that runs forward and backward; it returns the gradients instead of accumulating them."""
     import torch
 
     context = torch.autocast(device, getattr(torch, autocast)) if autocast else contextlib.nullcontext()
@@ -186,7 +196,7 @@ def _differentiated(forward: Callable[[], Any], targets: list[Any], autocast: st
         with context:
             output = forward()
         output = output[0] if isinstance(output, tuple) else output
-        if not gradient:
+        if not gradient:  # built once, at the first call, when the output's shape is known: not part of a timed call
             gradient.append(torch.randn_like(output))
         return torch.autograd.grad(output, targets, gradient[0])
 
@@ -194,6 +204,7 @@ def _differentiated(forward: Callable[[], Any], targets: list[Any], autocast: st
 
 
 def _attention(case: Case, device: str) -> Callable[[], object]:
+    """Return a function that runs attention, as two matrix products and a softmax or as torch's fused operator."""
     import torch
 
     query, key, value = (torch.randn(case.shape, device=device, requires_grad=True) for _ in range(3))
@@ -210,7 +221,7 @@ def _attention(case: Case, device: str) -> Callable[[], object]:
 
 
 def _tiny(case: Case, device: str) -> Callable[[], object]:
-    """20 small layers of two operators, with four more in the backward of each: `TINY_OPERATORS` in all."""
+    """Return a function that runs 20 small layers, each with two operators in its forward and four in its backward."""
     import torch
 
     start = torch.randn(case.shape, device=device, requires_grad=True)
@@ -227,12 +238,14 @@ def _tiny(case: Case, device: str) -> Callable[[], object]:
 
 
 def _optimizer(case: Case, device: str) -> Callable[[], object]:
+    """Return the `step` of an optimizer whose parameters have gradients."""
     import torch
 
     parameters = [torch.randn(shape, device=device, requires_grad=True) for shape in case.parameters]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     options: dict[str, Any] = {**case.options, "lr": 1e-5}
+    # `foreach` is left out with `fused`: torch refuses both together.
     options.update({"fused": True} if case.fused else {"foreach": case.foreach})
     optimizer = getattr(torch.optim, case.kind)(parameters, **options)
     step: Callable[[], object] = optimizer.step

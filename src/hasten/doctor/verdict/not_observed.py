@@ -1,4 +1,4 @@
-"""Names what was not observed of a run, and why."""
+"""Say what was not observed of a run, and why."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from hasten.doctor.verdict.steady_use import steady_use
 from hasten.evidence import Evidence
 from hasten.evidence.weigh import on_gpu
 
-_FEW_SAMPLES = 4
-_TURNS = 6  # below which no number of wins makes a change sure (`Measurement.saved`)
+_FEW_SAMPLES = 4  # samples of the machine's use; fewer are reported as too few
+_TURNS = 6  # with fewer turns no change is significant, however many it wins (`Measurement.saved`)
 
 
 def unseen(evidence: Evidence) -> tuple[str, ...]:
-    """Sentences, the most important first."""
+    """Return sentences on what was not observed, the most important first."""
     return tuple(
         line for line in (*_who_listened(evidence), *_gpu(evidence), *_machine(evidence), *_rest(evidence)) if line
     )
 
 
 def _who_listened(evidence: Evidence) -> list[str]:
+    """Say what the recorder of this run does not look at: only doctor profiles steps."""
     by = {"run": "`hasten run`", "trainer": "the Trainer", "": "the Trainer", "trial": "a trial of `hasten tune`"}
     who = by.get(evidence.listened)
     if who is not None:
@@ -42,6 +43,7 @@ def _gpu(evidence: Evidence) -> list[str]:
 
 
 def _machine(evidence: Evidence) -> list[str]:
+    """Say if the machine's use was sampled too little in the steady steps."""
     if evidence.listened not in ("doctor", "live") or not evidence.step_phases:
         return []
     use = steady_use(evidence)
@@ -63,7 +65,9 @@ def _rest(evidence: Evidence) -> list[str]:
         lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
     if evidence.every > 1:
         lines.append(f"every step: of {evidence.steps} steps one of {evidence.every} was kept")
-    hasty = [one for one in evidence.measured if one.failed == NO_TIME or (not one.failed and one.turns < _TURNS)]
+    hasty = [
+        trial for trial in evidence.measured if trial.failed == NO_TIME or (not trial.failed and trial.turns < _TURNS)
+    ]
     if hasty:
         few = f"{len(hasty)} of {len(evidence.measured)}"
         lines.append(f"what {few} changes would bring: this machine had no time to try them often enough")

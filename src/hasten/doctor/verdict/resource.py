@@ -1,4 +1,9 @@
-"""Which resource is saturated, or that none is and at which point the training is under-parallelised."""
+"""Decide which resource is saturated; if none is, where the training is under-parallelised.
+
+`verdict` goes through the answers in this order: a loader benchmark, memory that ran out, a run without steps, a busy
+GPU, the phase that takes the most of the step for its kind (`_BOUNDS`), and at last computing, judged by the use of the
+cores. Each phase has a function here that refines its answer: `_data` for example tells a slow disk from slow decoding.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +20,28 @@ from hasten.evidence.figures import percent
 from hasten.evidence.waiting import stages_of, waits_for_gpu
 from hasten.evidence.weigh import on_gpu
 
-# Share of the step from which a part of it is the answer; the one furthest beyond its bound is.
+# Share of the step from which a phase counts as the bottleneck. If several are above, the verdict is the phase with the
+# greatest ratio of share to bound.
 _BOUNDS = {"data": 0.30, "transfer": 0.25, "sync": 0.25, "validation": 0.40, "checkpoint": 0.25, "other": 0.40}
 _COMPUTING = ("forward", "backward", "optimizer")
 _BUSY = 0.75  # share of the cores, or of a GPU's time, from which it is saturated
-_TELLING = 0.1  # share of the time in a part of the step from which one line of it is worth a word
-_FULL_MACHINE = 0.85  # share of the cores that is busy, whoever uses them
-_NVML_BUSY = 0.95  # NVML calls a GPU busy while one kernel runs, however small: its word weighs less
+_TELLING = 0.1  # share of a phase's time from which a single line of the script is mentioned
+_FULL_MACHINE = 0.85  # share of the cores that is busy, with any process, from which the machine is full
+_NVML_BUSY = 0.95  # bound for NVML's figure, which counts a GPU as busy while any kernel runs, however small
 
 
 def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
-    """The answer for a run.
+    """Return the verdict of a run.
 
     Args:
-        evidence: What it left behind.
+        evidence: The run's evidence.
         phases: Mean seconds of a steady step by phase.
     """
     if evidence.loader_bench is not None:
         return loader_verdict(evidence, evidence.loader_bench)
     if any(word in evidence.error for word in OUT_OF_MEMORY):
         return out_of_memory(evidence)
+    # A run that was cut in its first step, say of a large model on a CPU, gets a verdict from that step so far.
     so_far = dict(zip(PHASES, evidence.unfinished, strict=False))
     phases = phases if sum(phases.values()) > 0 or evidence.error else so_far
     step = sum(phases.values())
@@ -42,22 +49,26 @@ def verdict(evidence: Evidence, phases: Mapping[str, float]) -> Verdict:
         return untrained(evidence)
     shares = {name: seconds / step for name, seconds in phases.items()}
     use = steady_use(evidence)
-    found = _gpu_is_full(evidence, shares, use)
-    if found is None:
-        name, beyond = max(((n, shares.get(n, 0.0) / bound) for n, bound in _BOUNDS.items()), key=lambda one: one[1])
-        found = _BY_PHASE[name](evidence, shares, use) if beyond >= 1 else _computing(evidence, shares, use)
-    details = (*found.details, *caveats(evidence, use))
+    answer = _gpu_is_full(evidence, shares, use)
+    if answer is None:
+        name, ratio = max(((n, shares.get(n, 0.0) / bound) for n, bound in _BOUNDS.items()), key=lambda pair: pair[1])
+        answer = _BY_PHASE[name](evidence, shares, use) if ratio >= 1 else _computing(evidence, shares, use)
+    details = (*answer.details, *caveats(evidence, use))
     last = stuck(evidence)
+    # The last step ran for longer than all steps before it: most likely it hangs, and that is the verdict.
     if last and stands_still(evidence) > sum(evidence.step_seconds):
-        return Verdict("none", last, (f"before that: {found.title}", *details))
-    return Verdict(found.resource, found.title, (*details, *([last] if last else [])))
+        return Verdict("none", last, (f"before that: {answer.title}", *details))
+    return Verdict(answer.resource, answer.title, (*details, *([last] if last else [])))
 
 
 # -- the GPU -------------------------------------------------------------------------------------------------
 
 
 def _gpu_busy(evidence: Evidence, use: SteadyUse | None) -> tuple[float | None, float, str]:
-    """Share of time in which the GPU computes, from what share on it is full, and who says so."""
+    """Return the share of time in which the GPU computes, the bound from which it is full, and the figure's source.
+
+    The share is None if it was not measured.
+    """
     if evidence.sampled is not None and evidence.sampled.device_busy is not None:
         return evidence.sampled.device_busy, _BUSY, "of the profiled steps"
     if use is not None and use.gpus:
@@ -66,6 +77,7 @@ def _gpu_busy(evidence: Evidence, use: SteadyUse | None) -> tuple[float | None, 
 
 
 def _gpu_is_full(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict | None:
+    """Return the verdict "gpu" if the GPU is busy, whatever the phases say; None otherwise."""
     if not on_gpu(evidence):
         return None
     busy, bound, by = _gpu_busy(evidence, use)
@@ -79,7 +91,11 @@ def _gpu_is_full(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse
 
 
 def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
-    """The step is computing, but the GPU is not full: it waits for the CPU, or nobody can tell."""
+    """Return the verdict of a step that computes on a GPU that is not full.
+
+    The GPU waits for the CPU, because of host syncs or of launches; if its use was not measured, computing is the
+    answer.
+    """
     computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
     busy, _, by = _gpu_busy(evidence, use)
     syncs = waits_for_gpu(evidence)
@@ -106,18 +122,22 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
 
 
 def _data(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    """Return the verdict of a step that waits for batches: data, or the disk or network that the loader waits for."""
     loader = evidence.train_loader
     waits = f"the step waits {percent(shares['data'])} of its time for batches"
     stages = stages_of(evidence, loader) if loader is not None else None
-    resource = _behind_the_loader(evidence, stages, use)
+    resource = _loader_bottleneck(evidence, stages, use)
     title = f"data-bound: {waits}"
     if resource != "data":
         title = f"{resource}-bound: {waits}, and the loader for its {resource}"
     return Verdict(resource, title, tuple(_about_loading(evidence, loader, stages, use)))
 
 
-def _behind_the_loader(evidence: Evidence, stages: Stages | None, use: SteadyUse | None) -> str:
-    """Return what the loader itself waits for: "disk", "network", or "data" where it is its own work."""
+def _loader_bottleneck(evidence: Evidence, stages: Stages | None, use: SteadyUse | None) -> str:
+    """Return what slows the loader down: "disk", "network", or "data" if it is the loader's own work.
+
+    Without stages it is not known how much of a batch's time is reading, and only iowait can show a slow disk.
+    """
     reading = stages.read / stages.seconds if stages is not None else None
     around = evidence.surroundings
     remote = around is not None and is_network(around.filesystem)
@@ -127,7 +147,7 @@ def _behind_the_loader(evidence: Evidence, stages: Stages | None, use: SteadyUse
         return "network"
     if use is not None and use.waiting >= 0.2:
         return "disk"
-    if reading is not None and around is not None and around.rotational:
+    if reading is not None and around is not None and around.rotational:  # reading takes half of the time or more here
         return "disk"
     return "data"
 
@@ -135,6 +155,7 @@ def _behind_the_loader(evidence: Evidence, stages: Stages | None, use: SteadyUse
 def _about_loading(
     evidence: Evidence, loader: LoaderFacts | None, stages: Stages | None, use: SteadyUse | None
 ) -> list[str]:
+    """Return sentences on the loader's workers, the idle cores and the costliest stage."""
     if loader is None:
         return ["the batches come from something that is no DataLoader"]
     details, cores = [], evidence.machine.cores
@@ -157,7 +178,7 @@ def _about_loading(
 
 
 def _room(cores: int, use: SteadyUse) -> float:
-    """Cores' worth of CPU that nobody used."""
+    """Return the idle CPU in cores, by the training's own use or by the whole machine's, whichever leaves less."""
     return min(cores - use.cpu, cores * (1.0 - use.machine))
 
 
@@ -192,16 +213,16 @@ def _checkpoint(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse 
 
 
 def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
-    """The script's own code between loading and computing."""
-    if on_gpu(evidence):
+    """Return the verdict of a step that is mostly the script's own code between loading and computing."""
+    if on_gpu(evidence):  # kernels are launched asynchronously, so their time may show up as waiting in any code
         return _gpu_waits(evidence, shares, use)
     share = percent(shares["other"])
     details = []
     lengths = evidence.step_seconds
-    there = shares["other"] * sum(lengths) / len(lengths) * evidence.steps if lengths else 0.0
-    seen = evidence.events_of(*{event.kind for event in evidence.events} - {"save"})  # that is counted as checkpoint
-    if seen and seen[0].seconds >= _TELLING * there:
-        details.append(f"of what was timed there, most went to {seen[0].kind} at {seen[0].where}")
+    total = shares["other"] * sum(lengths) / len(lengths) * evidence.steps if lengths else 0.0
+    events = evidence.events_of(*{event.kind for event in evidence.events} - {"save"})  # "save" counts as checkpoint
+    if events and events[0].seconds >= _TELLING * total:
+        details.append(f"of what was timed there, most went to {events[0].kind} at {events[0].where}")
     details.append("it is neither loading, forward, backward nor optimizer, and runs on one core")
     return Verdict(
         "none", f"under-parallelised: {share} of the step is the script's own code in the loop", tuple(details)
@@ -212,6 +233,7 @@ def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | Non
 
 
 def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
+    """Return the verdict of a step that mostly computes, by how busy the cores are."""
     if on_gpu(evidence):
         return _gpu_waits(evidence, shares, use)
     computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
@@ -233,9 +255,10 @@ def _computing(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
 def _too_few_threads(
     evidence: Evidence, shares: Mapping[str, float], use: SteadyUse, uses: str, threads: int
 ) -> Verdict:
-    """Cores are idle while the CPU computes."""
+    """Return the verdict of a step that computes on the CPU while cores are idle."""
     cores, data = evidence.machine.cores, shares.get("data", 0.0)
     loader = evidence.train_loader
+    # Below the bound of "data" (0.30), but without workers all computing stands still for that time.
     if data >= 0.15 and loader is not None and not loader.num_workers:
         return Verdict(
             "none",

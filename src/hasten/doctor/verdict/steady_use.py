@@ -11,17 +11,18 @@ from hasten.evidence import Evidence
 
 @dataclass(frozen=True)
 class SteadyUse:
-    """Means over the steady steps; all in the units of `hasten.evidence.MachineUse`.
+    """Means over the steady steps, in the units of `hasten.evidence.MachineUse`.
 
     Attributes:
-        samples: How many there were.
-        cpu, workers: Cores' worth of CPU.
-        high_cpu: What `cpu` reached or exceeded in one sample of twenty.
-        worker_count: Loader workers.
-        machine: Share of all cores of the machine that was busy, whoever used them; `others`: cores' worth of CPU that
-            other processes used. Both over the whole run.
-        waiting: Share of time in which the CPUs waited for disks.
-        gpus: How many GPUs worked at all; `gpu`: their mean share busy.
+        samples: Number of samples in the steady steps.
+        cpu, workers: CPU use of the training's processes, and of its loader's workers, in cores.
+        high_cpu: The 95th percentile of `cpu`.
+        worker_count: Number of loader workers.
+        machine: Share of the machine's cores that was busy with any process, 0 to 1; `others`: CPU use of other
+            processes, in cores. Both over the whole run.
+        waiting: Share of time in which the CPUs waited for disks, 0 to 1.
+        net_in, net_out: Bytes per second of the whole machine.
+        gpus: Number of GPUs that worked at all; `gpu`: the mean share of time in which they were busy, 0 to 1.
     """
 
     samples: int
@@ -39,7 +40,7 @@ class SteadyUse:
 
 
 def steady_use(evidence: Evidence) -> SteadyUse | None:
-    """The use during the steady steps, or the only one so far; None where no sample fell into them."""
+    """Return the use in the steady steps, or in the unfinished first step; None if no sample was taken in them."""
     use, steady = evidence.use, evidence.steady()
     if use is None or not use.at or not (steady or evidence.unfinished):
         return None

@@ -1,4 +1,4 @@
-"""Answers that no phase gives: the training did not get that far, ran out of memory or stands still; and caveats."""
+"""Verdicts without phases: no step was completed, memory ran out, or the training hangs. And caveats of any verdict."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from hasten.doctor.verdict.diagnosis import Verdict
 from hasten.doctor.verdict.steady_use import SteadyUse
 from hasten.evidence import Evidence, Phase, split_place
 
-_CROWDED = 0.6  # share of the cores that is busy, from which others are in the way
-_FEW = 10  # steady steps below which an answer is a rough one
+_CROWDED = 0.6  # busy share of the cores from which other processes count as slowing the training
+_FEW = 10  # steady steps below which a verdict is called rough
 
 
 def out_of_memory(evidence: Evidence) -> Verdict:
-    """The training ended for want of memory."""
+    """Return the verdict of a training that ran out of memory."""
     seen = f"{evidence.steps} steps were seen before" if evidence.steps else "it was before the first step"
     return Verdict("memory", "out of memory: the training needs more than there is", (f"{evidence.error}; {seen}",))
 
 
 def untrained(evidence: Evidence) -> Verdict:
-    """No step was over: how far it got."""
+    """Return the verdict of a run without a completed step: how far the script got."""
     details = []
     if evidence.stopped_at:
         place = _place(evidence.stopped_at)
         details.append(f"after {evidence.ended_at:.0f} s, when it was cut, the script was at {place}")
         title = "no training step was over when the time was up"
     elif evidence.error:
-        # The first word of a run that is killed comes a second after it began to train.
+        # Of a killed run only the live file is left. If it is empty, the run may still have trained: the live file is
+        # first written about a second after training began.
         heard = not evidence.error.startswith("killed by") or evidence.loaders or evidence.models or evidence.optimizers
         title = "the script ended before a training step was " + ("over" if heard else "heard of")
         details.append(evidence.error)
@@ -42,12 +43,12 @@ def untrained(evidence: Evidence) -> Verdict:
 
 
 def stands_still(evidence: Evidence) -> float:
-    """Seconds since the last step that was over."""
+    """Return the seconds since the last completed step."""
     return evidence.ended_at - evidence.step_start[-1] - sum(evidence.step_phases[-1])
 
 
 def stuck(evidence: Evidence) -> str:
-    """A step that was going on when the time was up; "" without one."""
+    """Return a sentence on the step that was running when the run was cut; "" if there was none."""
     if not evidence.stopped_at or not evidence.step_phases:
         return ""
     return (
@@ -60,23 +61,24 @@ def _place(where: str) -> str:
     return f"{file}, line {line}" if file else where
 
 
-def _one_so_far(evidence: Evidence) -> str:
+def _unfinished_caveat(evidence: Evidence) -> str:
     cut = f", which was not over when the time was up, at {_place(evidence.stopped_at)}" if evidence.stopped_at else ""
     return f"a rough answer: it rests on {sum(evidence.unfinished):.3g} s of the first step{cut}"
 
 
 def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
-    """Return what makes an answer less sure than it sounds."""
+    """Return sentences on what makes a verdict less certain: few steps, a hidden gradient sync, other processes."""
     sentences = []
     steady = evidence.steady()
     if not steady:
-        sentences.append(_one_so_far(evidence))
+        sentences.append(_unfinished_caveat(evidence))
     elif len(steady) < _FEW:
         seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
         disturbed = {evidence.number(index) for index in steady} & set(evidence.disturbed)
-        besides = ", slowed by the look into them" if disturbed else ""
-        besides = besides or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
-        sentences.append(f"a rough answer: it rests on {seen}{besides}")
+        reason = ", slowed by the look into them" if disturbed else ""
+        reason = reason or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
+        sentences.append(f"a rough answer: it rests on {seen}{reason}")
+    # No step has a sync phase, so gradients were exchanged within backward, as DistributedDataParallel does.
     if evidence.flags.distributed > 1 and not any(step[Phase.SYNC] for step in evidence.step_phases):
         sentences.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")
     if use is not None and use.others >= 0.25 * evidence.machine.cores and use.machine >= _CROWDED:

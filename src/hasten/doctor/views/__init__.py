@@ -1,4 +1,4 @@
-"""Views of a diagnosis: the terminal, the page, the live page, the comparison."""
+"""Views of a diagnosis: terminal, HTML page, live page, and the comparison of two runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Drawings of evidence, by plain functions: a step's phases, memory, losses; empty where there is nothing to draw."""
+"""Draw evidence as SVG: a step's phases, memory, losses. Each function returns empty markup if nothing is there."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hasten.evidence import Evidence
 from hasten.report import words
 from hasten.report.drawing import Point, Scale, area, columns, dot, line, phase_class, rect, rows, stretched, svg
 
-MOST = 300
+MOST = 300  # points, columns or marks in one chart: keeps the page small, and more could not be told apart
 
 Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A series: its name, its class in the style sheet, when and how much."""
+    """A series of a chart: its name, its class in the style sheet, and its points (time or step, value)."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class Series:
 
 
 def phase_bar(phases: Sequence[PhaseRow]) -> Markup:
-    """One bar of a steady step: each phase begins where the one before ends."""
+    """Draw a steady step as one bar of its phases, one after the other."""
     whole = sum(row.seconds for row in phases)
     if not whole > 0:
         return Markup()
@@ -43,7 +43,13 @@ def phase_bar(phases: Sequence[PhaseRow]) -> Markup:
 
 
 def thinned(points: Points, most: int = MOST, choose: Callable[[list[float]], float] = statistics.fmean) -> Points:
-    """At most so many points: of each group that follows each other one, with its mean (or another choice)."""
+    """Return at most `most` points, each for a group of consecutive points; points without a finite value are dropped.
+
+    Args:
+        points: The points, in order.
+        most: Greatest number of points to return.
+        choose: Returns a group's value from its values.
+    """
     points = [(at, value) for at, value in points if words.known(at) and words.known(value)]
     each = max(1, math.ceil(len(points) / most))
     groups = [points[begin : begin + each] for begin in range(0, len(points), each)]
@@ -51,18 +57,18 @@ def thinned(points: Points, most: int = MOST, choose: Callable[[list[float]], fl
 
 
 def memory_charts(evidence: Evidence) -> list[Markup]:
-    """Memory by step, from 0, its peak dashed: of the process, and allocated on the GPU."""
-    on_cpu: Points = [(one.step, one.rss) for one in evidence.memory if one.rss > 0]
-    on_gpu: Points = [(one.step, one.gpu) for one in evidence.memory if one.gpu is not None]
+    """Draw memory by step with a dashed line at its peak: of the process, and allocated on the GPU."""
+    on_cpu: Points = [(point.step, point.rss) for point in evidence.memory if point.rss > 0]
+    on_gpu: Points = [(point.step, point.gpu) for point in evidence.memory if point.gpu is not None]
     drawn = [
         _memory("Memory of the process", "c-main", on_cpu, evidence.peak_memory_bytes),
         _memory("Memory allocated on the GPU", "c-gpu", on_gpu, evidence.peak_gpu_bytes or 0),
     ]
-    return [one for one in drawn if one]
+    return [chart for chart in drawn if chart]
 
 
 def _memory(title: str, kind: str, points: Points, peak: int) -> Markup:
-    points = thinned(points, choose=max)
+    points = thinned(points, choose=max)  # a peak must not disappear in a mean
     highest = max([peak, *(amount for _, amount in points)])
     if len(points) < 2 or not highest > 0:
         return Markup()
@@ -80,14 +86,18 @@ def _memory(title: str, kind: str, points: Points, peak: int) -> Markup:
 
 
 def loss_chart(evidence: Evidence) -> Markup:
-    """Training loss by step, from lowest to highest of each group of steps and their mean; validation as dots."""
+    """Draw the training loss by step: the mean of each group of steps, a band of its range, validation as dots.
+
+    The scale is logarithmic if losses are positive and span more than a factor of 30.
+    """
     points = [(evidence.number(index), loss) for index, loss in enumerate(evidence.losses) if loss is not None]
     mean = thinned([(float(step), loss) for step, loss in points])
     if len(mean) < 2:
         return Markup()
     low, high = (thinned([(float(s), v) for s, v in points], choose=choose) for choose in (min, max))
-    checks = [(float(one.step), one.loss) for one in evidence.validations if words.known(one.loss)][:MOST]
-    # One wild loss must not flatten all others: the scale ends well above what is usual.
+    checks = [(float(check.step), check.loss) for check in evidence.validations if words.known(check.loss)][:MOST]
+    # A few outliers, as the first losses often are, must not flatten the rest of the curve: if the greatest loss is far
+    # above the 95th percentile of the means, the scale ends at three times that and losses above it are cut off.
     usual = statistics.quantiles([value for _, value in mean], n=20)[-1] if len(mean) > 20 else math.inf
     values = [value for _, value in [*low, *high, *checks]]
     lowest, highest = min(values), max(values)

@@ -1,4 +1,4 @@
-"""Two runs side by side, on one screen."""
+"""Print the comparison of two runs on one screen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.screen import Screen
 
-_ROOM = 10
-_MOST_FINDINGS = 8
+_ROOM = 10  # width of the column of labels
+_MOST_FINDINGS = 8  # new findings to print, and as many of those that are gone
 _ROW = "  {:<14.14}{:>13}{:>13}  {}"
 
 
@@ -20,8 +20,8 @@ def show(found: Comparison, console: Console) -> None:
     """Print a comparison: the answer, phases and memory before and after, findings that came and went.
 
     Args:
-        found: What to show.
-        console: Where to print; its width, colours and encoding are respected.
+        found: The comparison.
+        console: The console; its width, colours and encoding are respected.
     """
     screen = Screen(console)
     _answer(found, screen)
@@ -36,7 +36,14 @@ def show(found: Comparison, console: Console) -> None:
 
 
 def judge(found: Comparison, limit: float, slower: bool, console: Console) -> None:
-    """Say whether the later run counts as slower, and by which rule."""
+    """Print whether the later run counts as slower, and by which rule.
+
+    Args:
+        found: The comparison.
+        limit: Share by which the step may become slower (0.05: 5 %).
+        slower: Whether it counts as slower (`Comparison.slower`).
+        console: The console.
+    """
     screen = Screen(console)
     console.print()
     sentence = f"{'SLOWER' if slower else 'Not slower'} by more than {words.percent(limit)}"
@@ -46,9 +53,10 @@ def judge(found: Comparison, limit: float, slower: bool, console: Console) -> No
     screen.say(screen.text(f"{RULE}.", "dim"))
 
 
-def _answer(found: Comparison, screen: Screen) -> None:
+def _answer(comparison: Comparison, screen: Screen) -> None:
+    """Print how much the step changed, and both verdicts."""
     screen.console.print()
-    typical, mean = found.typical, found.mean
+    typical, mean = comparison.typical, comparison.mean
     if words.known(typical.ratio):
         style = "bold" if not typical.sure else "bold red" if typical.ratio > 1 else "bold green"
         unsure = words.known(typical.low) and not typical.sure
@@ -57,7 +65,7 @@ def _answer(found: Comparison, screen: Screen) -> None:
         screen.say(screen.text(f"{_times(typical)}; the mean step takes {_change(mean)}, {_times(mean)}"))
     else:
         screen.say(screen.text("No steady steps on both sides: nothing to compare", "bold yellow"), 0)
-    verdicts = [words.clean(side.verdict.title) for side in (found.before, found.after)]
+    verdicts = [words.clean(side.verdict.title) for side in (comparison.before, comparison.after)]
     if verdicts[0] == verdicts[1]:
         screen.labelled("verdict", f"{verdicts[0]}, as before", _ROOM)
     else:
@@ -71,24 +79,25 @@ def _change(change: Change) -> str:
 
 
 def _times(change: Change) -> str:
-    """The ratio with its interval."""
+    """Return the ratio with its interval, as text."""
     if not words.known(change.low):
         return f"{words.times(change.ratio)}, without an interval"
     return f"{words.times(change.ratio)}, 95 % interval {words.interval(change.low, change.high)}"
 
 
-def _table(found: Comparison, screen: Screen) -> None:
+def _table(comparison: Comparison, screen: Screen) -> None:
+    """Print phases, steps and memory, a row each, before and after."""
     screen.console.print()
-    longest = max([found.mean.before, found.mean.after, 1e-9])
-    rows = [(words.phase(name), change) for name, change in found.phases.items()]
-    named = [*rows, ("mean step", found.mean), ("typical step", found.typical)]
+    longest = max([comparison.mean.before, comparison.mean.after, 1e-9])  # all times are printed in its unit
+    phases = [(words.phase(name), change) for name, change in comparison.phases.items()]
+    rows = [*phases, ("mean step", comparison.mean), ("typical step", comparison.typical)]
     _line(screen, _ROW.format("", "before", "after", ""), "dim")
-    for label, change in named:
+    for label, change in rows:
         if change.before > 0 or change.after > 0:
             cells = (words.alike(side, longest) for side in (change.before, change.after))
             difference = _signed(change, words.alike(abs(change.after - change.before), longest))
             _line(screen, _ROW.format(label, *cells, difference), "bold" if label == "mean step" else "")
-    for label, change in (("peak memory", found.memory), ("GPU memory", found.gpu_memory)):
+    for label, change in (("peak memory", comparison.memory), ("GPU memory", comparison.gpu_memory)):
         if change.before > 0 and change.after > 0:
             cells = (words.size(int(side)) for side in (change.before, change.after))
             _line(screen, _ROW.format(label, *cells, words.change(change.before, change.after)))
@@ -102,27 +111,29 @@ def _line(screen: Screen, line: str, style: str = "") -> None:
     screen.console.print(screen.text(line.rstrip(), style), soft_wrap=True)
 
 
-def _findings(found: Comparison, screen: Screen) -> None:
+def _findings(comparison: Comparison, screen: Screen) -> None:
+    """Print the findings that came and went, worst first, and the names of those that stayed."""
     screen.console.print()
-    for label, style, findings in (("new", "bold red", found.came), ("gone", "bold green", found.went)):
+    for label, style, findings in (("new", "bold red", comparison.came), ("gone", "bold green", comparison.went)):
         ordered = worst_first(findings)
-        for one in ordered[:_MOST_FINDINGS]:
-            screen.labelled(label, _told(one), _ROOM, style)
+        for finding in ordered[:_MOST_FINDINGS]:
+            screen.labelled(label, _finding_text(finding), _ROOM, style)
         if (left := len(ordered) - _MOST_FINDINGS) > 0:
             screen.labelled("", f"and {left} more; --json FILE has them", _ROOM)
-    if not found.came and not found.went:
+    if not comparison.came and not comparison.went:
         screen.labelled("findings", "none came, none went", _ROOM)
-    if found.stayed:
-        screen.labelled("still", ", ".join(_still(one, other) for one, other in found.stayed), _ROOM)
+    if comparison.stayed:
+        screen.labelled("still", ", ".join(_still(before, after) for before, after in comparison.stayed), _ROOM)
 
 
-def _told(one: Finding) -> str:
-    place, worth = wording.place(one), wording.worth(one)
-    head = " ".join(part for part in (words.clean(one.name), place, f"({worth})" if worth else "") if part)
-    return f"{head}: {words.clean(one.what)}"
+def _finding_text(finding: Finding) -> str:
+    place, worth = wording.place(finding), wording.worth(finding)
+    head = " ".join(part for part in (words.clean(finding.name), place, f"({worth})" if worth else "") if part)
+    return f"{head}: {words.clean(finding.what)}"
 
 
 def _still(before: Finding, after: Finding) -> str:
+    """Return a finding's name, with its worth before and after if both are known."""
     name = words.clean(after.name)
     if not (words.known(before.worth) and words.known(after.worth)):
         return name

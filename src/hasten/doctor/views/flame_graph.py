@@ -1,4 +1,4 @@
-"""Draws folded stacks ("outer;inner 12" a line) as a flame graph, the outermost call on top; no script in it."""
+"""Draw folded stacks ("outer;inner 12" per line) as an SVG flame graph without scripts, the outermost call on top."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from markupsafe import Markup
 from hasten.report import words
 from hasten.report.drawing import rect, svg
 
-_ROW = 19
-_LETTER = 0.78  # percent of the page's width that a letter takes
-_THIN = 0.25  # percent; what is thinner is left out
-_DEEPEST = 60
-_COLOURS = 6
+_ROW = 19  # height of a row in pixels
+_LETTER = 0.78  # width of a letter, in percent of the page's width
+_THIN = 0.25  # percent of the page's width; narrower calls are left out
+_DEEPEST = 60  # rows; deeper calls are left out
+_COLOURS = 6  # colours in flame.css.j2
 
 
 @dataclass
 class Frame:
-    """A call, and those it made. `samples` includes theirs."""
+    """A call and the calls it made, whose samples are included in `samples`."""
 
     name: str
     samples: int = 0
@@ -27,7 +27,11 @@ class Frame:
 
 
 def tree(folded: str) -> Frame:
-    """The stacks as one tree, without what all of them have in common above their first parting."""
+    """Return the stacks as one tree, without the outer calls that all stacks share.
+
+    >>> tree("main;load;read 3\\nmain;load;decode 5").name
+    'load'
+    """
     root = Frame("all")
     for line in folded.splitlines():
         stack, _, count = line.rpartition(" ")
@@ -44,7 +48,7 @@ def tree(folded: str) -> Frame:
 
 
 def draw(folded: str) -> Markup:
-    """The drawing; empty where there are no stacks. What each call is, and its share, shows at the pointer."""
+    """Draw the stacks; empty if there are none. A tooltip names each call and its share."""
     root = tree(folded)
     if not root.samples:
         return Markup()
@@ -55,7 +59,16 @@ def draw(folded: str) -> Markup:
 
 
 def _place(frame: Frame, start: float, scale: float, depth: int, whole: int, parts: list[Markup]) -> int:
-    """Draw a call from `start` percent on, and what it called below it; how deep that went."""
+    """Append the drawing of a call and of the calls it made to `parts`, and return the deepest row used.
+
+    Args:
+        frame: The call.
+        start: Where it begins, in percent of the width.
+        scale: Percent of the width per sample.
+        depth: Its row.
+        whole: Samples of all stacks, for the call's share.
+        parts: Shapes drawn so far.
+    """
     width = frame.samples * scale
     name = words.clean(frame.name)
     description = f"{name}: {words.percent(frame.samples / whole)}, {words.count(frame.samples, 'sample')}"
@@ -66,7 +79,7 @@ def _place(frame: Frame, start: float, scale: float, depth: int, whole: int, par
         parts.append(_label(start, depth, shown))
     deepest = depth
     if depth < _DEEPEST:
-        for call in sorted(frame.calls.values(), key=lambda one: one.name):
+        for call in sorted(frame.calls.values(), key=lambda call: call.name):
             if call.samples * scale >= _THIN:
                 deepest = max(deepest, _place(call, start, scale, depth + 1, whole, parts))
             start += call.samples * scale
@@ -80,6 +93,10 @@ def _label(start: float, depth: int, shown: str) -> Markup:
 
 
 def _colour(name: str) -> int:
-    """One of a few colours: calls of a package have the same."""
+    """Return the number of a call's colour; all calls of a package have the same.
+
+    A name is "function (package/file.py:12)", so the text before the first "/" is the package, or the
+    file of a script.
+    """
     place = name.rpartition(" (")[2]
     return zlib.crc32(place.partition("/")[0].partition(":")[0].encode()) % _COLOURS

@@ -1,4 +1,7 @@
-"""A run that is going on, looked at again each time: what `hasten watch` shows."""
+"""Follow a run in progress for `hasten watch`: read its live file again and again, diagnose it, render the page.
+
+Once the run is over, its live file is gone and its evidence is shown. Both are looked for by name below a folder.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ from hasten.report.page import environment
 
 _LIVE = "*.live.json"
 _EVIDENCE = "*evidence*.json"
-_STALE = 15.0  # seconds without a word after which a run is taken to be stuck or gone
-_FRESH = 0.8  # seconds for which a look is good: several open pages cost what one does
-_DEPTH = 4  # folders deep below the one that was named
+_STALE = 15.0  # seconds without an update after which the page says that the run is silent
+_FRESH = 0.8  # seconds for which a diagnosis is reused, so that several open pages cost no more than one
+_DEPTH = 4  # levels of folders to search, including the given folder
 
 
 class Followed:
-    """A run in a folder, or one that left its files there.
+    """A run in progress or a finished run, found by its files. Thread-safe.
 
     Args:
-        place: A live file, an evidence file, or a folder with such; the newest in it is taken, at each look.
+        place: A live file, an evidence file, or a folder with such files; each look takes the newest file in it.
 
     Raises:
-        HastenError: There is no such place.
+        HastenError: There is no such file or folder.
     """
 
     def __init__(self, place: Path) -> None:
@@ -50,24 +53,25 @@ class Followed:
         self._seen: tuple[float, str, Diagnosis] | None = None
 
     def body(self) -> str:
-        """The page's `<main>`, as HTML; where there is nothing to be read (yet), it says so."""
+        """Return the content of the page's `<main>` as HTML; if no run can be read (yet), it says why."""
         try:
             return self._look()[1]
         except HastenError as error:
             return Markup('<div class="verdict"><strong>Nothing to see yet</strong><p>{}</p></div>').format(str(error))
 
     def state(self) -> str:
-        """The diagnosis as JSON text; `{"waiting": why}` where there is nothing to be read (yet)."""
+        """Return the diagnosis as JSON text; `{"waiting": why}` if no run can be read (yet)."""
         try:
             return json.dumps(self._look()[2].as_json(), allow_nan=False)
         except HastenError as error:
             return json.dumps({"waiting": str(error)})
 
     def page(self, body: str) -> str:
-        """The page around a body."""
+        """Return the whole page with this content in its `<main>`."""
         return environment(TEMPLATES).get_template("watch.html.j2").render(place=str(self.place), body=Markup(body))
 
     def _look(self) -> tuple[float, str, Diagnosis]:
+        """Return the time of the last look, the page's body and the diagnosis; look again if that is too old."""
         with self._lock:
             if self._seen is None or time.monotonic() - self._seen[0] > _FRESH:
                 evidence, state = self._evidence()
@@ -77,38 +81,40 @@ class Followed:
             return self._seen
 
     def _evidence(self) -> tuple[Evidence, str]:
-        """Return what the run has left so far, and where it stands in a sentence."""
+        """Return the run's evidence so far, and its state in a sentence."""
         live = self._newest(_LIVE)
         if live is not None:
             try:
                 return self._going_on(read_live(live))
             except HastenError:
-                if live.exists():  # it was there a moment ago: the run is over if it is gone
+                if live.exists():  # a deleted file means that the run has just ended: go on with its evidence
                     raise
-        left = self._newest(_EVIDENCE)
-        if left is None:
+        path = self._newest(_EVIDENCE)
+        if path is None:
             raise HastenError(
                 f"no run to be seen in {self.place} yet",
                 "start one with hasten run --evidence FOLDER/evidence.json, or a Trainer with a StepMonitor",
             )
-        evidence = read_evidence(left)
+        evidence = read_evidence(path)
         how = {"failed": "failed", "complete": "was cut after enough steps"}.get(evidence.ended, "is over")
-        return evidence, f"The run {how}; this is its evidence, {left}"
+        return evidence, f"The run {how}; this is its evidence, {path}"
 
     def _newest(self, pattern: str) -> Path | None:
+        """Return the file of this kind that changed last; None if there is none."""
         if self.place.is_file():
             is_live = self.place.name.endswith(_LIVE[1:])
             return self.place if is_live == (pattern == _LIVE) else None
-        found = [path for deep in range(_DEPTH) for path in self.place.glob("*/" * deep + pattern)]
-        if pattern != _LIVE:
-            found = [path for path in found if not path.name.endswith(_LIVE[1:])]
-        return max(filter(Path.is_file, found), key=_changed, default=None)  # a pipe would have to be waited for
+        paths = [path for deep in range(_DEPTH) for path in self.place.glob("*/" * deep + pattern)]
+        if pattern != _LIVE:  # "*evidence*.json" also matches evidence.live.json
+            paths = [path for path in paths if not path.name.endswith(_LIVE[1:])]
+        return max(filter(Path.is_file, paths), key=_changed, default=None)  # only files: reading a pipe would block
 
     def _going_on(self, live: Live) -> tuple[Evidence, str]:
+        """Return a live file's evidence and the run's state; sample the use of the machine if the run is on it."""
         here, pid = _trains_here(live), live.so_far.pid
         silent = time.time() - live.updated
         if here and pid != self._sampled:
-            self._sampled = pid
+            self._sampled = pid  # another run than before: sample its process from now on
             if self._sampler is not None:
                 self._sampler.stop()
             self._sampler = Sampler(pid)
@@ -125,7 +131,7 @@ class Followed:
 
 
 def _changed(path: Path) -> float:
-    """When a file was changed; 0 for one that is gone meanwhile."""
+    """Return a file's modification time; 0 if it has been deleted since it was listed."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -133,7 +139,10 @@ def _changed(path: Path) -> float:
 
 
 def _trains_here(live: Live) -> bool:
-    """Whether the process that wrote the file is alive (and no other that got its number later)."""
+    """Return whether the process that wrote the live file is alive on this machine.
+
+    A process that was created after the run began is another one that got the same id; a second is allowed for clocks.
+    """
     try:
         return bool(psutil.Process(live.so_far.pid).create_time() <= live.started + 1.0)
     except psutil.Error:
@@ -141,8 +150,8 @@ def _trains_here(live: Live) -> bool:
 
 
 def _inside(html: str) -> str:
-    """Return what stands in a page's `<main>`."""
-    found = re.search(r"<main>(.*)</main>", html, re.DOTALL)
-    if found is None:
+    """Return the content of a page's `<main>`."""
+    match = re.search(r"<main>(.*)</main>", html, re.DOTALL)
+    if match is None:
         raise ValueError("the page has no <main>")
-    return found[1]
+    return match[1]

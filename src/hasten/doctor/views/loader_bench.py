@@ -1,4 +1,4 @@
-"""A loader bench as parts of doctor's screen and page: speeds by number of workers, the stages of a batch."""
+"""Show a loader benchmark on doctor's screen and page: speed by number of workers, and the stages of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hasten.report.screen import Screen
 
 
 def stage_rows(bench: LoaderBench) -> list[tuple[str, str, float, float]]:
-    """Name, words, seconds a batch and share of each stage that takes any time."""
+    """Return the name, label, seconds per batch and share (0 to 1) of each stage that takes any time."""
     stages = bench.stages
     if stages is None or not stages.seconds > 0:
         return []
@@ -32,7 +32,7 @@ def _workers(rate: Rate) -> str:
 
 
 def mark(bench: LoaderBench, rate: Rate) -> str:
-    """Return what is said of a number of workers: `yours, best`."""
+    """Return the marks of a number of workers: "yours" (the script's own), "best", "yours, best" or ""."""
     marks = ["yours"] if rate.workers == bench.loader.num_workers else []
     if bench.best is rate:
         marks.append("best")
@@ -40,7 +40,7 @@ def mark(bench: LoaderBench, rate: Rate) -> str:
 
 
 def ratio(bench: LoaderBench, rate: Rate) -> str:
-    """Return what it gives of what no workers give."""
+    """Return the speed relative to the speed without workers, as text."""
     none = bench.rate_of(0)
     return words.times(rate.samples_per_s / none.samples_per_s) if none and none.samples_per_s > 0 else words.NONE
 
@@ -52,9 +52,9 @@ def show(bench: LoaderBench, screen: Screen, html: bool) -> None:
     """Print the table by workers and the stages, and where the flame graph is.
 
     Args:
-        bench: What was measured.
-        screen: Where to print.
-        html: Whether a page is written, which draws the flame graph.
+        bench: The benchmark.
+        screen: The screen to print on.
+        html: Whether an HTML page is written, which draws the flame graph.
     """
     console = screen.console
     if bench.measured:
@@ -76,6 +76,7 @@ def show(bench: LoaderBench, screen: Screen, html: bool) -> None:
 
 
 def _table(bench: LoaderBench, screen: Screen) -> Table:
+    """Return the speeds as a table, a row per number of workers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for name in ("workers", "samples/s", "of 0", "a batch every", "first batch", "epoch start"):
         table.add_column(name, justify="right", overflow="fold")
@@ -101,7 +102,7 @@ def _table(bench: LoaderBench, screen: Screen) -> Table:
 
 
 def speed_chart(bench: LoaderBench) -> Markup:
-    """Samples per second by number of workers, and what training took of them."""
+    """Draw samples per second by number of workers, with a line at the speed at which the training took them."""
     rates = bench.measured
     most = max((rate.high for rate in rates), default=0.0)
     if not most > 0:
@@ -126,7 +127,7 @@ def speed_chart(bench: LoaderBench) -> Markup:
 
 
 def stage_chart(bench: LoaderBench) -> Markup:
-    """The stages of a batch as one bar."""
+    """Draw the stages of a batch as one bar."""
     rows = stage_rows(bench)
     if not rows:
         return Markup()

@@ -1,4 +1,4 @@
-"""A diagnosis as one HTML page that opens offline: no script, no font, no picture from elsewhere."""
+"""Render a diagnosis as one HTML page that opens offline: no scripts, and no fonts or images from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from hasten.report import words
 from hasten.report.page import environment, write_whole
 from hasten.report.words import Figure
 
-_MOST_ROWS = 15
-_USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}
-_KINDS = {"none": "calm", "untrained": "unclear", "loader": "calm"}
+_MOST_ROWS = 15  # rows in the tables of layers and operators
+_USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}  # torch's defaults, not worth showing
+_KINDS = {"none": "calm", "untrained": "unclear", "loader": "calm"}  # style class of a verdict; else "bound"
 
 
 def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
-    """The whole page as text."""
+    """Return the whole page as HTML.
+
+    Args:
+        diagnosis: The diagnosis to show.
+        evidence: The evidence it was made from, for charts over time; None if it is no longer there.
+    """
     findings = worst_first(diagnosis.findings)
     phases = wording.phase_rows(diagnosis)
     page = environment(TEMPLATES).get_template("doctor.html.j2")
@@ -35,10 +40,10 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
         phases=phases,
         step=sum(row.seconds for row in phases),
         figures=figures(diagnosis, evidence),
-        costly=[one for one in findings if one.severity is not Severity.NOTE],
-        notes=[one for one in findings if one.severity is Severity.NOTE],
+        costly=[finding for finding in findings if finding.severity is not Severity.NOTE],
+        notes=[finding for finding in findings if finding.severity is Severity.NOTE],
         unseen=_unseen(diagnosis, evidence),
-        excerpt=lambda one: excerpt(one.file, one.line, diagnosis.created),
+        excerpt=lambda finding: excerpt(finding.file, finding.line, diagnosis.created),
         layers=hottest_layers(evidence),
         operators=hottest_operators(evidence),
         bench=diagnosis.loader_bench,
@@ -53,12 +58,12 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
 
 
 def write(diagnosis: Diagnosis, evidence: Evidence | None, path: Path) -> None:
-    """Write the page, whole or not at all.
+    """Write the page, atomically.
 
     Args:
-        diagnosis: What to show.
-        evidence: What it was made from, for everything over time; None where it is gone.
-        path: Where to.
+        diagnosis: The diagnosis to show.
+        evidence: The evidence it was made from, for charts over time; None if it is no longer there.
+        path: The file to write.
 
     Raises:
         HastenError: The folder cannot be written to.
@@ -67,56 +72,59 @@ def write(diagnosis: Diagnosis, evidence: Evidence | None, path: Path) -> None:
 
 
 def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:
-    """The few figures that stand first."""
-    found = []
+    """Return the key figures at the top of the page: step, its longest phase, first step, use of the machine."""
+    shown = []
     if diagnosis.step > 0:
         rest = wording.step_line(diagnosis).partition(", ")[2]
-        found.append(Figure("a steady step", words.duration(diagnosis.step), rest))
+        shown.append(Figure("a steady step", words.duration(diagnosis.step), rest))
     phases = wording.phase_rows(diagnosis)
     if phases:
         most = max(phases, key=lambda row: row.seconds)
-        found.append(Figure("most of it", most.share, f"{most.label}, {words.duration(most.seconds)} a step"))
+        shown.append(Figure("most of it", most.share, f"{most.label}, {words.duration(most.seconds)} a step"))
     if words.known(diagnosis.pauses.first_step):
         before = words.duration(diagnosis.pauses.start_up)
-        found.append(Figure("first step", words.duration(diagnosis.pauses.first_step), f"after {before} of start-up"))
+        shown.append(Figure("first step", words.duration(diagnosis.pauses.first_step), f"after {before} of start-up"))
     if evidence is not None:
-        found += _used(evidence)
-    return found
+        shown += _used(evidence)
+    return shown
 
 
 def _used(evidence: Evidence) -> list[Figure]:
-    use, found = evidence.used, []
+    """Return figures on the use of the machine, as far as it was sampled."""
+    use, shown = evidence.used, []
     cpu = wording.finite(use.cpu)
     if cpu:
         cores = words.count(evidence.machine.cores, "core")
-        found.append(Figure("CPU", f"{statistics.fmean(cpu):.1f}", f"of {cores}, on average"))
+        shown.append(Figure("CPU", f"{statistics.fmean(cpu):.1f}", f"of {cores}, on average"))
     busy = [(gpu.name, wording.finite(gpu.busy)) for gpu in use.gpus]
-    found += [Figure("GPU busy", words.percent(statistics.fmean(shares)), name) for name, shares in busy if shares]
+    shown += [Figure("GPU busy", words.percent(statistics.fmean(shares)), name) for name, shares in busy if shares]
     if peak := process_peak(evidence):
-        found.append(Figure("peak memory", words.size(peak), f"of {words.size(evidence.machine.memory_bytes)}"))
+        shown.append(Figure("peak memory", words.size(peak), f"of {words.size(evidence.machine.memory_bytes)}"))
     if evidence.peak_gpu_bytes:
         total = next((gpu.memory_total for gpu in use.gpus), 0)
-        found.append(
+        shown.append(
             Figure("peak GPU memory", words.size(evidence.peak_gpu_bytes), f"of {words.size(total)}" if total else "")
         )
-    return found
+    return shown
 
 
 def hottest_layers(evidence: Evidence | None) -> list[Layer]:
-    """The layers that took most time, where that was measured."""
-    timed = [one for one in (evidence.layers if evidence else ()) if words.known(one.seconds) and one.seconds > 0]
-    return sorted(timed, key=lambda one: -one.seconds)[:_MOST_ROWS]
+    """Return the timed layers, slowest first, at most 15."""
+    timed = [
+        layer for layer in (evidence.layers if evidence else ()) if words.known(layer.seconds) and layer.seconds > 0
+    ]
+    return sorted(timed, key=lambda layer: -layer.seconds)[:_MOST_ROWS]
 
 
 def hottest_operators(evidence: Evidence | None) -> list[Operator]:
-    """The operators that took most time, on the device where there is one."""
+    """Return the operators, slowest on the GPU first, then by time on the CPU; at most 15."""
     sampled = evidence.sampled if evidence else None
-    known = [one for one in (sampled.operators if sampled else ()) if words.known(one.seconds + one.device_seconds)]
-    return sorted(known, key=lambda one: (-one.device_seconds, -one.seconds))[:_MOST_ROWS]
+    known = [op for op in (sampled.operators if sampled else ()) if words.known(op.seconds + op.device_seconds)]
+    return sorted(known, key=lambda op: (-op.device_seconds, -op.seconds))[:_MOST_ROWS]
 
 
 def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
-    """Return what could not be seen, each reason once."""
+    """Return sentences on what could not be observed, each reason once."""
     sentences = list(diagnosis.unseen)
     for reason in evidence.skipped if evidence else ():
         if not any(reason in sentence for sentence in sentences):
@@ -125,21 +133,24 @@ def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
 
 
 def _sizes(layer: Layer) -> str:
-    """A layer's sizes in short, without what is usual: `in channels 3, out channels 64, kernel size 3`."""
+    """Return a layer's sizes as text, without torch's defaults: `in channels 3, out channels 64, kernel size 3`."""
     sizes = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
     return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sizes))
 
 
-_AROUND = 3
-_LARGEST = 2 << 20
-_WIDEST = 160
+_AROUND = 3  # lines to show before and after a finding's line
+_LARGEST = 2 << 20  # bytes of a file that is read for an excerpt
+_WIDEST = 160  # characters of a line
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Numbered lines; `marked` is the number of the one that matters.
+    """Numbered lines of a file.
 
-    `changed`: the file was written after the run, so the line may be another one.
+    Attributes:
+        lines: Number and text of each line.
+        marked: Number of the finding's line.
+        changed: Whether the file was changed after the run, so that the finding's line may have moved.
     """
 
     lines: tuple[tuple[int, str], ...]
@@ -148,26 +159,28 @@ class Excerpt:
 
 
 def excerpt(file: str, line: int, created: str = "") -> Excerpt | None:
-    """The lines around `file:line`, if that is a Python file that can be read and has such a line.
+    """Return the lines around `file:line`; None if that is not a readable Python file with such a line.
 
     Args:
-        file: As a finding names it; nothing but `.py` files is opened, since evidence may come from elsewhere.
-        line: From 1.
-        created: ISO 8601 time of the diagnosis.
+        file: The file as a finding names it. Only `.py` files are opened, since the evidence may come from someone else
+            and could name any file.
+        line: Line number, from 1.
+        created: ISO 8601 time of the diagnosis; "" if unknown.
     """
     if not file or line < 1 or "\0" in file:
         return None
     path = Path(file)
-    if not path.is_absolute() and not path.is_file():  # a library's, which is named from its package on
-        among = (Path(folder, file) for folder in folders_of_packages())
-        path = next((one for one in among if one.is_file()), path)
+    if not path.is_absolute() and not path.is_file():  # a library's file is named from its package: "torch/nn/..."
+        candidates = (Path(folder, file) for folder in folders_of_packages())
+        path = next((candidate for candidate in candidates if candidate.is_file()), path)
     try:
         if path.suffix != ".py" or not path.is_file() or path.stat().st_size > _LARGEST:
             return None
-        with tokenize.open(path) as opened:  # in the encoding that the file itself names
+        with tokenize.open(path) as opened:  # in the encoding that the file declares
             lines = opened.read().split("\n")
         changed = bool(created) and path.stat().st_mtime > datetime.fromisoformat(created).timestamp()
-    except (OSError, SyntaxError, ValueError):  # not readable, another encoding than it says, or no such time
+    # In turn: not readable; unknown encoding declared; not in that encoding, or `created` is no time.
+    except (OSError, SyntaxError, ValueError):
         return None
     if line > len(lines):
         return None

@@ -1,4 +1,4 @@
-"""One screen that says why a training is slow, the most important first."""
+"""Print a diagnosis on one terminal screen, the most important first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STYLES = {Severity.HIGH: "bold red", Severity.MEDIUM: "yellow", Severity.LOW: "
 _CALM = {"none": "bold green", "untrained": "bold yellow", "loader": "bold"}
 _WIDEST_BAR = 40
 _WIDEST_LABEL = 16
-_ROOM = 10  # of the words that paragraphs hang on
-_LINES_BESIDE_FINDINGS = 26
-_LINES_A_FINDING = 4
-_MOST_SENTENCES = 3
+_ROOM = 10  # width of the column of labels
+_LINES_BESIDE_FINDINGS = 26  # estimated lines of everything but findings
+_LINES_A_FINDING = 4  # estimated lines of a finding
+_MOST_SENTENCES = 3  # sentences on the machine to print; as many on what was not seen, and notes
 
 
 def show(
@@ -33,11 +33,12 @@ def show(
     """Print a diagnosis: the verdict, where a step's time goes, the findings worst first, what was not seen.
 
     Args:
-        diagnosis: What to show.
-        evidence: What it was made from, for use of the machine and the loader's stages; None where it is gone.
-        console: Where to print; its width, height, colours and encoding are respected.
-        html: Where the page was written; None where there is none.
-        json: Where the diagnosis was written; None where it was not.
+        diagnosis: The diagnosis to show.
+        evidence: The evidence it was made from, for use of the machine and the loader's stages; None if it is no longer
+            there.
+        console: The console; its width, height, colours and encoding are respected.
+        html: The HTML page that was written; None if none was.
+        json: The JSON file that was written; None if none was.
     """
     page = _DiagnosisPage(diagnosis, evidence, console)
     page.verdict()
@@ -51,7 +52,7 @@ def show(
 
 
 class _DiagnosisPage:
-    """The parts of the screen."""
+    """Prints the parts of the screen, one method each."""
 
     def __init__(self, diagnosis: Diagnosis, evidence: Evidence | None, console: Console) -> None:
         self.diagnosis = diagnosis
@@ -60,11 +61,11 @@ class _DiagnosisPage:
         self.screen = Screen(console)
 
     def verdict(self) -> None:
-        """The answer, how it is known, and what was listened to."""
-        found, screen = self.diagnosis.verdict, self.screen
+        """Print the verdict, how it is known, and which command was observed."""
+        verdict, screen = self.diagnosis.verdict, self.screen
         self.console.print()
-        screen.say(screen.text(words.clean(found.title), _CALM.get(found.resource, "bold red")), 0)
-        for sentence in found.details:
+        screen.say(screen.text(words.clean(verdict.title), _CALM.get(verdict.resource, "bold red")), 0)
+        for sentence in verdict.details:
             screen.say(screen.text(words.clean(sentence)))
         if self.diagnosis.loader_bench is None:
             screen.say(screen.text(wording.listened_to(self.diagnosis), "dim"))
@@ -72,7 +73,7 @@ class _DiagnosisPage:
             screen.labelled("failed", words.clean(self.diagnosis.error), _ROOM, "bold red")
 
     def phases(self) -> None:
-        """Bars that add up to a steady step, and what is no steady step."""
+        """Print the phases of a steady step as bars, and beside them figures such as pauses and outliers."""
         rows = wording.phase_rows(self.diagnosis)
         if rows:
             on_gpu = self.evidence is not None and self.evidence.device_clock
@@ -84,10 +85,10 @@ class _DiagnosisPage:
                 style = "blue" if row.name in ("forward", "backward") else "yellow"
                 self._row(row.label[:wide].ljust(wide), words.alike(row.seconds, total), row.share, length, style)
             self._row("a whole step".ljust(wide), words.alike(total, total), "100 %", None, "bold")
-        aside = wording.asides(self.diagnosis, self.evidence)
-        if aside and not rows:
+        asides = wording.asides(self.diagnosis, self.evidence)
+        if asides and not rows:
             self.console.print()
-        for label, line in aside:
+        for label, line in asides:
             self.screen.labelled(label, line, _ROOM)
 
     def _row(self, label: str, seconds: str, share: str, length: int | None, style: str) -> None:
@@ -97,10 +98,10 @@ class _DiagnosisPage:
         self.console.print(line, soft_wrap=True)
 
     def findings(self, html: Path | None) -> None:
-        """The findings that cost something, as many as fit; the rest by name."""
-        found = worst_first(self.diagnosis.findings)
-        costly = [one for one in found if one.severity is not Severity.NOTE]
-        notes = [one for one in found if one.severity is Severity.NOTE]
+        """Print as many costly findings as fit on the screen; name the others and the notes."""
+        ordered = worst_first(self.diagnosis.findings)
+        costly = [finding for finding in ordered if finding.severity is not Severity.NOTE]
+        notes = [finding for finding in ordered if finding.severity is Severity.NOTE]
         if not costly:
             self.console.print()
             if self.diagnosis.steps:
@@ -111,43 +112,44 @@ class _DiagnosisPage:
             self.screen.heading("Findings, worst first")
             height = self.console.height if self.console.is_terminal else 40
             most = max(3, (height - _LINES_BESIDE_FINDINGS) // _LINES_A_FINDING)
-            for one in costly[:most]:
-                self._finding(one)
+            for finding in costly[:most]:
+                self._finding(finding)
             self._rest(costly[most:], "more finding", html)
         self._rest(notes, "note", html)
 
-    def _finding(self, one: Finding) -> None:
+    def _finding(self, finding: Finding) -> None:
         screen = self.screen
-        head = screen.text(f"{one.severity.value.upper():<7}", _STYLES[one.severity])
-        head += screen.text(words.clean(one.name), "bold")
-        if place := wording.place(one):
+        head = screen.text(f"{finding.severity.value.upper():<7}", _STYLES[finding.severity])
+        head += screen.text(words.clean(finding.name), "bold")
+        if place := wording.place(finding):
             head += screen.text(f"  {place}")
-        worth = screen.text(wording.worth(one), "bold" if one.severity is Severity.HIGH else "")
+        worth = screen.text(wording.worth(finding), "bold" if finding.severity is Severity.HIGH else "")
         fits = head.cell_len + worth.cell_len + 4 <= self.console.width
         screen.say(head + screen.text("  ") + worth if fits and worth else head)
         if worth and not fits:
             screen.say(worth, 9)
-        screen.say(screen.text(words.clean(one.what)), 9)
-        if one.fix:
-            screen.say(screen.text("fix: ", "green") + screen.text(words.clean(one.fix)), 9)
+        screen.say(screen.text(words.clean(finding.what)), 9)
+        if finding.fix:
+            screen.say(screen.text("fix: ", "green") + screen.text(words.clean(finding.fix)), 9)
 
-    def _rest(self, rest: list[Finding], what: str, html: Path | None) -> None:
+    def _rest(self, rest: list[Finding], noun: str, html: Path | None) -> None:
+        """Name the findings that do not fit, and say where they are."""
         if not rest:
             return
-        places = ((words.clean(one.name), wording.place(one)) for one in rest)
+        places = ((words.clean(finding.name), wording.place(finding)) for finding in rest)
         names = list(dict.fromkeys(f"{name} ({place})" if place else name for name, place in places))
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        self.screen.say(self.screen.text(f"and {words.count(len(rest), what)}: {shown}; {_elsewhere(html)}", "dim"))
+        self.screen.say(self.screen.text(f"and {words.count(len(rest), noun)}: {shown}; {_elsewhere(html)}", "dim"))
 
     def sentences(self, html: Path | None) -> None:
-        """Print what the use says of the machine, what could not be seen, and what was done to the run."""
-        found = self.diagnosis
-        if found.machine or found.unseen or found.notes:
+        """Print the advice on the machine, what could not be observed, and how the run was changed."""
+        diagnosis = self.diagnosis
+        if diagnosis.machine or diagnosis.unseen or diagnosis.notes:
             self.console.print()
-        for label, lines in (("machine", found.machine), ("unseen", found.unseen), ("notes", found.notes)):
+        for label, lines in (("machine", diagnosis.machine), ("unseen", diagnosis.unseen), ("notes", diagnosis.notes)):
             for sentence in lines[:_MOST_SENTENCES]:
                 self.screen.labelled(label, words.clean(sentence), _ROOM, "bold")
-                label = ""
+                label = ""  # only the first sentence has the label
             if (left := len(lines) - _MOST_SENTENCES) > 0:
                 self.screen.labelled("", f"and {left} more; {_elsewhere(html)}", _ROOM, text_style="dim")
 

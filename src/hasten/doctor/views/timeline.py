@@ -1,4 +1,4 @@
-"""Charts over a run's time: its steps, and under them the use of the machine, on one scale."""
+"""Draw a run over time as SVG: its steps, and below them the use of the machine, on the same time scale."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from hasten.evidence import PHASES, Evidence, GpuUse
 from hasten.report import words
 from hasten.report.drawing import Point, Scale, area, line, phase_class, rect, rows, stretched, svg, text
 
-_TALL = 200.0
-_STRIP = 44.0
-_MOST_NAMED = 12
+_TALL = 200.0  # height of the chart of steps
+_STRIP = 44.0  # height of a strip
+_MOST_NAMED = 12  # epochs to label; with more the labels would overlap
+# Distances between time marks, in seconds.
 _CLOCK = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600, 24 * 3600, 72 * 3600)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Some steps that follow each other: from when to when, and mean seconds by `PHASES` of one of them."""
+    """Consecutive steps drawn as one column.
+
+    Attributes:
+        first, last: Numbers of the first and last step.
+        start, end: When the first began and the last ended.
+        phases: Mean seconds of one step, by `PHASES`.
+    """
 
     first: int
     last: int
@@ -39,27 +46,28 @@ class Column:
 
 
 def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
-    """The steps in at most so many columns, each of equally many steps."""
+    """Return the steps in at most `most` columns of equally many steps; the last column may have fewer."""
     steps = [
         (index, start, phases)
         for index, (start, phases) in enumerate(zip(evidence.step_start, evidence.step_phases, strict=False))
         if words.known(start) and all(map(words.known, phases))
     ]
     each = max(1, math.ceil(len(steps) / most))
-    found: list[Column] = []
+    columns: list[Column] = []
     for begin in range(0, len(steps), each):
         group = steps[begin : begin + each]
         index, start, phases = group[-1]
         after = steps[begin + each][1] if begin + each < len(steps) else math.inf
+        # Of a long run only every n-th step is kept: a kept step spans those that follow it, but never the next column.
         end = max(start, min(after, start + sum(phases) * max(1, evidence.every)))
         means = tuple(statistics.fmean(times) for times in zip(*(phases for _, _, phases in group), strict=False))
         first, last = evidence.number(group[0][0]), evidence.number(index)
-        found.append(Column(first, last, group[0][1], end, means))
-    return found
+        columns.append(Column(first, last, group[0][1], end, means))
+    return columns
 
 
 def time_scale(evidence: Evidence) -> Scale:
-    """Return what every drawing over time spans: the training, and a tenth of that before it."""
+    """Return the time scale of all charts: the training, and a tenth of its length before it."""
     starts = [start for start in evidence.step_start if words.known(start)]
     ends = [time for time in (*evidence.used.at, evidence.ended_at) if words.known(time)]
     if not starts:
@@ -70,13 +78,16 @@ def time_scale(evidence: Evidence) -> Scale:
 
 
 def _until(ends: Iterable[float], starts: Sequence[float]) -> list[float]:
-    """Ends that are not far behind the last step: a script may do other things for hours after its training."""
+    """Return the ends that are not long after the last step: a script may do other things for hours after training."""
     room = (starts[-1] - starts[0]) / 4 + 1
     return [end for end in ends if starts[-1] <= end <= starts[-1] + room]
 
 
 def timeline(evidence: Evidence) -> Markup:
-    """Steps over time: each as high as it was long, by phase; epochs, validation and disturbed steps marked."""
+    """Draw the steps over time, each as high as it was long, stacked by phase.
+
+    Epochs, validation and disturbed steps are marked. Steps over three times the median are cut off and marked too.
+    """
     steps = step_columns(evidence)
     if not steps:
         return Markup()
@@ -91,7 +102,7 @@ def timeline(evidence: Evidence) -> Markup:
     ]
     parts = [*_times(across, _TALL + 6), *_validation_bands(evidence, across)]
     parts += [stretched(_TALL, drawn), *rows(down, _TALL, words.duration)]
-    parts += [_column_told(column, across) for column in steps]
+    parts += [_tooltip(column, across) for column in steps]
     parts += [rect("over", _ends(column, across), 0, 4) for column in steps if column.seconds > top]
     parts += _epoch_marks(evidence, across)
     parts += _disturbed_marks(evidence, across)
@@ -111,7 +122,7 @@ def _phase_boxes(steps: Sequence[Column], phase: int, across: Scale, down: Scale
 
 
 def _ends(column: Column, across: Scale) -> Point:
-    """At least as wide as can be seen."""
+    """Return the left and right end of a column in percent; at least as wide as can be seen."""
     start, end = across(column.start), across(column.end)
     return start, max(end, start + 0.08)
 
@@ -121,9 +132,10 @@ def _boxes(kind: str, boxes: Iterable[tuple[float, ...]]) -> Markup:
     return Markup('<path class="{}" d="{}"/>').format(kind, drawn)
 
 
-def _column_told(column: Column, across: Scale) -> Markup:
-    one = column.first == column.last
-    which = f"step {column.first}" if one else f"steps {column.first} to {column.last}, each"
+def _tooltip(column: Column, across: Scale) -> Markup:
+    """Return an invisible box over a column that shows its phases as a tooltip."""
+    single = column.first == column.last
+    which = f"step {column.first}" if single else f"steps {column.first} to {column.last}, each"
     parts = [
         f"{words.phase(name)} {words.alike(seconds, column.seconds)}"
         for name, seconds in zip(PHASES, column.phases, strict=False)
@@ -134,7 +146,8 @@ def _column_told(column: Column, across: Scale) -> Markup:
 
 
 def _validation_bands(evidence: Evidence, across: Scale) -> list[Markup]:
-    passes = [(one.start, one.end) for one in evidence.passes if not one.trained and _inside(one.start, across)]
+    """Return bands over the passes through validation loaders; without such passes, a mark per validation."""
+    passes = [(run.start, run.end) for run in evidence.passes if not run.trained and _inside(run.start, across)]
     bands = [
         rect("mark-validation", (across(start), across(min(max(start, end), across.high))), 0, _TALL, "validation")
         for start, end in passes[:MOST]
@@ -143,19 +156,21 @@ def _validation_bands(evidence: Evidence, across: Scale) -> list[Markup]:
     if bands:
         return bands
     return [
-        rect("mark-validation", (across(one.at), across(one.at) + 0.3), 0, _TALL, f"validation after step {one.step}")
-        for one in evidence.validations[:MOST]
-        if _inside(one.at, across)
+        rect(
+            "mark-validation", (across(seen.at), across(seen.at) + 0.3), 0, _TALL, f"validation after step {seen.step}"
+        )
+        for seen in evidence.validations[:MOST]
+        if _inside(seen.at, across)
     ]
 
 
 def _epoch_marks(evidence: Evidence, across: Scale) -> list[Markup]:
-    epochs = [one.start for one in evidence.passes if one.trained and _inside(one.start, across)]
+    epochs = [epoch.start for epoch in evidence.passes if epoch.trained and _inside(epoch.start, across)]
     parts = []
     for number, start in enumerate(epochs[:MOST], 1):
         x = across(start)
         parts.append(rect("mark-epoch", (x, x + 0.12), 0, _TALL, f"epoch {number} begins"))
-        if len(epochs) <= _MOST_NAMED and x >= 8:  # further left stands the name of the topmost row
+        if len(epochs) <= _MOST_NAMED and x >= 8:  # further left, the label would cover that of the topmost grid line
             parts.append(text("tick halo", x, -4, f"epoch {number}"))
     return parts
 
@@ -166,7 +181,7 @@ def _disturbed_marks(evidence: Evidence, across: Scale) -> list[Markup]:
     for first, last in runs(sorted(set(evidence.disturbed)))[:MOST]:
         at, after_it = bisect_left(numbers, first), bisect_right(numbers, last)
         if at == after_it or not _inside(starts[at], across):
-            continue  # none of them is kept
+            continue  # the evidence of a long run holds only every n-th step, and none of these
         begin = starts[at]
         after = starts[after_it] if after_it < len(starts) and words.known(starts[after_it]) else begin
         which = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -176,7 +191,7 @@ def _disturbed_marks(evidence: Evidence, across: Scale) -> list[Markup]:
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Numbers that follow each other, as first and last.
+    """Return the runs of consecutive numbers, as first and last.
 
     >>> runs([3, 4, 5, 9])
     [(3, 5), (9, 9)]
@@ -191,7 +206,7 @@ def _inside(time: float, across: Scale) -> bool:
 
 
 def _times(across: Scale, height: float, named: bool = True) -> list[Markup]:
-    """Upright lines at round moments; `named`: with the moments beneath."""
+    """Return vertical grid lines at round times; `named`: with labels below."""
     parts = []
     for moment in moments(across):
         parts.append(rect("grid", (across(moment), across(moment) + 0.1), 0, height))
@@ -201,7 +216,7 @@ def _times(across: Scale, height: float, named: bool = True) -> list[Markup]:
 
 
 def moments(across: Scale) -> list[float]:
-    """Round moments of a clock inside the scale, at most seven."""
+    """Return the round times inside the scale, for at most about seven grid lines."""
     span = across.high - across.low
     if span < 120:
         return across.ticks()
@@ -210,7 +225,7 @@ def moments(across: Scale) -> list[float]:
 
 
 def clock(seconds: float) -> str:
-    """A moment of the run: `12 s`, `2:05`, `1:02:05`."""
+    """Return a time of the run as text: `12 s`, `2:05`, `1:02:05`."""
     if seconds < 120:
         return f"{seconds:g} s"
     minutes, second = divmod(round(seconds), 60)
@@ -220,7 +235,7 @@ def clock(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Strip:
-    """One quantity over time, from 0 to `most`; the first of its series is filled."""
+    """A chart of one quantity over time, from 0 to `most`, with one or more series; the first is drawn filled."""
 
     title: str
     lines: tuple[Series, ...]
@@ -229,7 +244,7 @@ class Strip:
 
 
 def strips(evidence: Evidence) -> list[Strip]:
-    """Return what was seen of the machine's use and is not nothing throughout."""
+    """Return the strips on the use of the machine; series that are 0 throughout are left out."""
     use = evidence.use
     if use is None:
         return []
@@ -241,21 +256,21 @@ def strips(evidence: Evidence) -> list[Strip]:
     memory += [series("main process", "c-main", use.main_rss), series("/dev/shm", "c-workers", use.shm)]
     cpu = [series("all processes", "c-all", use.cpu), series("main process", "c-main", use.main)]
     cpu.append(series("loader workers", "c-workers", use.workers))
-    found = [Strip("CPU", tuple(cpu), max(cores, _highest(cpu)), lambda value: f"{value:.3g} cores")]
-    found += [
+    drawn = [Strip("CPU", tuple(cpu), max(cores, _highest(cpu)), lambda value: f"{value:.3g} cores")]
+    drawn += [
         part
         for number, gpu in enumerate(use.gpus)
         for part in _gpu_strips(gpu, f"GPU {number}" if len(use.gpus) > 1 else "GPU", series)
     ]
     disk = [series("disk read", "c-all", use.disk_read), series("disk written", "c-main", use.disk_write)]
     net = [series("network in", "c-all", use.net_in), series("network out", "c-main", use.net_out)]
-    found.append(Strip("memory", tuple(memory), _highest(memory), _size))
-    found += [Strip(name, tuple(lines), _highest(lines), _rate) for name, lines in (("disk", disk), ("network", net))]
+    drawn.append(Strip("memory", tuple(memory), _highest(memory), _size))
+    drawn += [Strip(name, tuple(lines), _highest(lines), _rate) for name, lines in (("disk", disk), ("network", net))]
     waiting = [series("waiting for disks", "c-all", use.waiting)]
     if _highest(waiting) >= 0.05:
-        found.append(Strip("waiting for disks", tuple(waiting), 1.0, words.percent))
-    kept = ((one, tuple(part for part in one.lines if _highest([part]) > 0)) for one in found)
-    return [Strip(one.title, lines, one.most, one.unit) for one, lines in kept if lines]
+        drawn.append(Strip("waiting for disks", tuple(waiting), 1.0, words.percent))
+    nonzero = ((strip, tuple(part for part in strip.lines if _highest([part]) > 0)) for strip in drawn)
+    return [Strip(strip.title, lines, strip.most, strip.unit) for strip, lines in nonzero if lines]
 
 
 def _gpu_strips(gpu: GpuUse, name: str, series: Callable[[str, str, Sequence[float]], Series]) -> list[Strip]:
@@ -270,7 +285,7 @@ def _gpu_strips(gpu: GpuUse, name: str, series: Callable[[str, str, Sequence[flo
 
 
 def _highest(lines: Iterable[Series]) -> float:
-    return max((value for one in lines for _, value in one.points), default=0.0)
+    return max((value for series in lines for _, value in series.points), default=0.0)
 
 
 def _size(amount: float) -> str:
@@ -282,17 +297,17 @@ def _rate(amount: float) -> str:
 
 
 def strip_chart(strip: Strip, across: Scale, named: bool = False) -> Markup:
-    """A strip over the time of the run; `named`: with the moments beneath."""
+    """Draw a strip over the time of the run; `named`: with times below."""
     down = Scale(0.0, strip.most, near=98.0, far=2.0)
     drawn, means = [], []
-    for number, one in enumerate(strip.lines):
-        placed = [(across(at), down(min(value, strip.most))) for at, value in one.points if _inside(at, across)]
+    for number, series in enumerate(strip.lines):
+        placed = [(across(at), down(min(value, strip.most))) for at, value in series.points if _inside(at, across)]
         if not placed:
             continue
         if number == 0:
-            drawn.append(area(f"fill {one.kind}", [(placed[0][0], 98.0), *placed, (placed[-1][0], 98.0)]))
-        drawn.append(line(f"stroke {one.kind}", placed, one.name))
-        means.append(f"{one.name}: mean {strip.unit(statistics.fmean(value for _, value in one.points))}")
+            drawn.append(area(f"fill {series.kind}", [(placed[0][0], 98.0), *placed, (placed[-1][0], 98.0)]))
+        drawn.append(line(f"stroke {series.kind}", placed, series.name))
+        means.append(f"{series.name}: mean {strip.unit(statistics.fmean(value for _, value in series.points))}")
     if not drawn:
         return Markup()
     parts = [*_times(across, _STRIP, named), rect("grid", (0, 100), 0, 1), rect("grid", (0, 100), _STRIP, 1)]

@@ -1,8 +1,11 @@
-"""A local web page of a run that is going on: read-only, on 127.0.0.1, behind a token.
+"""Serve a local web page of a run in progress: read-only, on 127.0.0.1, protected by a token.
 
-What a web page of a stranger could do to a server on this machine is closed off: the Host header must name this
-server (DNS rebinding), every answer needs the token (other users of the machine, other pages), nothing but GET and
-HEAD is answered, and nothing that a request says reaches the file system.
+Any web page that is open in the user's browser can send requests to this server, and so can other users of the machine.
+Therefore the Host header must name this server (against DNS rebinding), every request needs the token, only GET and
+HEAD are answered, and no part of a request reaches the file system.
+
+The token comes in the URL once; the server then moves it into a cookie and redirects, so that it does not stay in the
+address bar.
 """
 
 from __future__ import annotations
@@ -22,20 +25,20 @@ from urllib.parse import parse_qs, urlsplit
 from hasten.doctor.views import TEMPLATES
 from hasten.errors import HastenError
 
-_MOST_CONNECTIONS = 16  # at once; a page needs one
-_SLOWEST_REQUEST = 10.0  # seconds until a client that says nothing is let go
+_MOST_CONNECTIONS = 16  # open at once; a page needs one
+_SLOWEST_REQUEST = 10.0  # seconds after which a silent client is disconnected
 
 Answer = tuple[str, str]  # content type and text
 
 
 class Watch:
-    """A server for one page and what it shows.
+    """A server for one live page.
 
     Args:
-        body: Gives the page's `<main>` as HTML, again each time; called once a second for each open page.
-        state: Gives the same as JSON text, for programs.
-        page: The page around them: a function of the first body.
-        port: 0 for one that is free.
+        body: Returns the content of the page's `<main>` as HTML; called once a second for each open page.
+        state: Returns the same as JSON text, for programs.
+        page: Returns the whole page from the first body.
+        port: The port; 0 for any free port.
 
     Raises:
         HastenError: The port is taken.
@@ -60,45 +63,47 @@ class Watch:
 
     @property
     def url(self) -> str:
-        """The address to open, with the token."""
+        """The URL to open, with the token."""
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
     @property
     def cookie(self) -> str:
-        """Name of the cookie that keeps the token; cookies do not tell ports apart, so it says which."""
+        """The name of the cookie with the token; it contains the port, since servers on other ports share cookies."""
         return f"hasten-watch-{self.port}"
 
     def hosts(self) -> set[str]:
-        """The Host headers that name this server."""
+        """Return the Host headers that name this server."""
         return {f"127.0.0.1:{self.port}", f"localhost:{self.port}"}
 
     def serve(self) -> None:
-        """Answer until `close` is called."""
+        """Answer requests until `close` is called."""
         self._server.serve_forever(poll_interval=0.2)
 
     def start(self) -> threading.Thread:
-        """Answer in a thread of its own."""
+        """Answer requests in a separate daemon thread, and return it."""
         thread = threading.Thread(target=self.serve, name="hasten-watch", daemon=True)
         thread.start()
         return thread
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering and close the socket."""
         self._server.shutdown()
         self._server.server_close()
 
     def answer(self, path: str) -> Answer | None:
-        """Return what is at a path; None where nothing is."""
-        give = self._answers.get(path)
-        return give() if give is not None else None
+        """Return the answer for a path; None if there is nothing at it."""
+        make = self._answers.get(path)
+        return make() if make is not None else None
 
 
 def script() -> str:
-    """The page's only script: it asks for the body again and puts in what has changed."""
+    """Return the page's only script, which requests the body every second and replaces what has changed."""
     return (TEMPLATES / "watch.js").read_text(encoding="utf-8")
 
 
 class _Server(ThreadingHTTPServer):
+    """A threading server that limits the number of open connections."""
+
     daemon_threads = True
     allow_reuse_address = True
     watch: Watch
@@ -109,55 +114,57 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; the oldest connection makes room where there are too many, as with slow strangers."""
+        """Answer in a thread. If there are too many connections, as of slow or hostile clients, close the oldest."""
         with self._lock:
             self._connected.append(request)
             too_many = self._connected[:-_MOST_CONNECTIONS]
         for oldest in too_many:
-            with contextlib.suppress(OSError):  # it has gone by itself
+            with contextlib.suppress(OSError):  # its client has closed it already
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget a connection that is over."""
+        """Forget a connection that has ended."""
         with self._lock:
             if request in self._connected:
                 self._connected.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show nothing: a request that breaks off or is no HTTP is a stranger's matter, not the person's."""
+        """Print nothing: aborted requests and requests that are not HTTP do not concern the user."""
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Checks a request's Host header and token, and answers it."""
+
     server: _Server
     server_version = "hasten"
     sys_version = ""
     timeout = _SLOWEST_REQUEST
 
     def do_GET(self) -> None:
-        """Answer what is asked, if it may be."""
+        """Answer a GET or HEAD request, or refuse it."""
         watch = self.server.watch
         try:
-            asked = urlsplit(self.path)
-        except ValueError as error:  # `//[`
+            url = urlsplit(self.path)
+        except ValueError as error:  # as for the path `//[`
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             return
         if self.headers.get("Host", "") not in watch.hosts():
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server answers to 127.0.0.1 and localhost only")
             return
-        given = parse_qs(asked.query).get("token", [""])[0]
-        if given and _same(given, watch.token) and asked.path == "/":
+        in_url = parse_qs(url.query).get("token", [""])[0]
+        if in_url and _same(in_url, watch.token) and url.path == "/":  # move the token from the URL into a cookie
             self._head(HTTPStatus.SEE_OTHER, "text/plain", 0, {"Location": "/", "Set-Cookie": self._cookie()})
             return
-        if not any(_same(word, watch.token) for word in (given, self._kept(), self._bearer())):
+        if not any(_same(token, watch.token) for token in (in_url, self._cookie_token(), self._bearer())):
             self._refuse(
                 HTTPStatus.FORBIDDEN, "the token is missing or wrong: open the address that hasten watch printed"
             )
             return
         try:
-            answer = watch.answer(asked.path)
-        except Exception as error:  # the page says what went wrong, and is asked again in a second
+            answer = watch.answer(url.path)
+        except Exception as error:  # the page shows the error and asks again in a second, when it may be over
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{type(error).__name__}: {error}")
             return
         if answer is None:
@@ -175,14 +182,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _cookie(self) -> str:
         return f"{self.server.watch.cookie}={self.server.watch.token}; HttpOnly; SameSite=Lax; Path=/"
 
-    def _kept(self) -> str:
+    def _cookie_token(self) -> str:
+        """Return the token in the request's cookie; "" if there is none."""
         try:
             morsel = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.watch.cookie)
-        except CookieError:  # a cookie of another program on this host
+        except CookieError:  # another program on this host has set a cookie that Python cannot parse
             return ""
         return morsel.value if morsel is not None else ""
 
     def _bearer(self) -> str:
+        """Return the token in the Authorization header, for programs; "" if there is none."""
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
@@ -212,8 +221,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal belongs to the person, and the request's path holds the token."""
+        """Log nothing: requests would clutter the terminal, and a request's path may contain the token."""
 
 
-def _same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
+def _same(candidate: str, token: str) -> bool:
+    """Compare in constant time, so that timing does not reveal the token."""
+    return hmac.compare_digest(candidate.encode("utf-8", "replace"), token.encode())

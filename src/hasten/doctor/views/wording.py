@@ -1,4 +1,4 @@
-"""A diagnosis in sentences and figures; the terminal and the page print the same ones."""
+"""Put a diagnosis into sentences and figures, which the terminal and the page share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
 
-_LOOKS = 30  # at the training thread; fewer tell too little of its lines
-_HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is told, and how many are
+_LOOKS = 30  # samples of the training thread; with fewer, no lines are shown
+_HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is shown, and the most lines shown
 NOTHING = "Nothing found that costs more than 1 % of a step."
 
 
@@ -31,7 +31,7 @@ class PhaseRow:
 
 
 def phase_rows(diagnosis: Diagnosis) -> list[PhaseRow]:
-    """The phases that took any time, in the order of a step."""
+    """Return the phases that took any time, in the order of a step; unknown phases come last."""
     names = [name for name in dict.fromkeys([*PHASES, *diagnosis.phases]) if _positive(diagnosis.phases.get(name))]
     seconds = [diagnosis.phases[name] for name in names]
     whole = sum(seconds)
@@ -50,7 +50,7 @@ def _share(part: float) -> str:
 
 
 def place(finding: Finding) -> str:
-    """`file:line`, relative to the current folder where that is shorter; else the module path; else ""."""
+    """Return a finding's `file:line`, relative to the current folder if that is shorter; else its module path or ""."""
     if not finding.file:
         return words.clean(finding.where)
     path = shorter(finding.file)
@@ -58,16 +58,16 @@ def place(finding: Finding) -> str:
 
 
 def shorter(path: str) -> str:
-    """A path relative to the current folder, where that is shorter."""
+    """Return a path relative to the current folder if that is shorter, else unchanged."""
     try:
         relative = os.path.relpath(path)
-    except (ValueError, OSError):  # a null byte, or the current folder is gone
+    except (ValueError, OSError):  # a null byte in the path, or the current folder was deleted
         return path
     return relative if len(relative) < len(path) else path
 
 
 def worth(finding: Finding) -> str:
-    """Return what it may be worth, and how that is known."""
+    """Return a finding's worth and how it is known, as text; "" if unknown."""
     if finding.how_known is HowKnown.READ:
         return "read from code, not measured"
     if finding.worth is None or not words.known(finding.worth):
@@ -77,13 +77,13 @@ def worth(finding: Finding) -> str:
 
 
 def listened_to(diagnosis: Diagnosis) -> str:
-    """The training, and how much of it was seen."""
+    """Return the training's command, and how many of its steps were seen."""
     text = words.command(diagnosis.command) or "a run"
     return f"{text} ({words.count(diagnosis.steps, 'training step')} seen)"
 
 
 def step_line(diagnosis: Diagnosis) -> str:
-    """The steady step in one line; "" without steps."""
+    """Return a line on the steady step: mean, median, spread, number of steps; "" without steps."""
     if not _positive(diagnosis.step):
         return ""
     parts = [f"mean {words.duration(diagnosis.step)}"]
@@ -95,7 +95,7 @@ def step_line(diagnosis: Diagnosis) -> str:
 
 
 def steps_counted(diagnosis: Diagnosis) -> str:
-    """Return which steps the figures are of: "of 190 of the 200 steps"; "" where that is not known."""
+    """Return which steps the figures are computed from: "of 190 of the 200 steps"; "" if that is not known."""
     counted, seen = diagnosis.counted, diagnosis.steps
     if not counted:
         return ""
@@ -105,7 +105,7 @@ def steps_counted(diagnosis: Diagnosis) -> str:
 
 
 def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
-    """Return figures to show beside the phases, each with its name: the steady step, pauses, a batch's stages, use."""
+    """Return labelled lines to show beside the phases: steady step, pauses, a batch's stages, use of the machine."""
     lines = [
         ("steady", step_line(diagnosis)),
         ("pauses", _pauses(diagnosis)),
@@ -119,13 +119,14 @@ def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, s
 
 
 def _pauses(diagnosis: Diagnosis) -> str:
-    seen, parts = diagnosis.pauses, []
-    if _positive(seen.start_up):
-        parts.append(f"start-up {words.duration(seen.start_up)}")
-    if _positive(seen.first_step):
-        length = words.duration(seen.first_step)
-        parts.append(f"first step {length}{_times_the_median(seen.first_step, diagnosis.median)}")
-    waits = [wait for wait in seen.epoch_starts if _positive(wait)]
+    """Return a line on start-up, the first step and the waits at epoch starts."""
+    pauses, parts = diagnosis.pauses, []
+    if _positive(pauses.start_up):
+        parts.append(f"start-up {words.duration(pauses.start_up)}")
+    if _positive(pauses.first_step):
+        length = words.duration(pauses.first_step)
+        parts.append(f"first step {length}{_times_the_median(pauses.first_step, diagnosis.median)}")
+    waits = [wait for wait in pauses.epoch_starts if _positive(wait)]
     if waits:
         epochs = f"{len(waits)} epochs" if len(waits) > 1 else "the epoch"
         parts.append(f"{words.duration(statistics.fmean(waits))} of waiting as {epochs} began")
@@ -133,11 +134,11 @@ def _pauses(diagnosis: Diagnosis) -> str:
 
 
 def _outliers(diagnosis: Diagnosis) -> str:
-    """Steps far longer than the others."""
+    """Return a line on steps over three times as long as the median."""
     outliers = [(step, seconds) for step, seconds in diagnosis.pauses.outliers if _positive(seconds)]
     if not outliers:
         return ""
-    step, longest = max(outliers, key=lambda one: one[1])
+    step, longest = max(outliers, key=lambda outlier: outlier[1])
     total = words.duration(sum(seconds for _, seconds in outliers))
     if len(outliers) == 1:
         return f"step {step} took {total}, over three times the median"
@@ -145,6 +146,7 @@ def _outliers(diagnosis: Diagnosis) -> str:
 
 
 def _trend(diagnosis: Diagnosis) -> str:
+    """Return a line on how much steps became slower or faster, if by 5 % or more."""
     trend = diagnosis.pauses.trend
     if not words.known(trend) or abs(trend) < 0.05:
         return ""
@@ -156,10 +158,11 @@ def _times_the_median(seconds: float, median: float) -> str:
 
 
 def hot_lines(evidence: Evidence | None) -> str:
-    """The lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if nobody looked."""
+    """Return the lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if not sampled."""
     if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
         return ""
     shown = []
+    # A line has two entries if it was sampled both with and without library code below it: add their shares up.
     lines: dict[tuple[str, str], SampledLine] = {}
     for line in evidence.lines:
         key = (line.where, line.phase)
@@ -173,11 +176,11 @@ def hot_lines(evidence: Evidence | None) -> str:
 
 
 def stage_line(evidence: Evidence | None) -> str:
-    """Return what the training loader's batch is made of, in one process; "" where nobody looked."""
+    """Return a line on the stages of the training loader's batch, in one process; "" if they were not sampled."""
     if evidence is None:
         return ""
     train = [index for index, loader in enumerate(evidence.loaders) if loader.role == "train"]
-    stages = next((one for one in evidence.stages if not train or one.loader in train), None)
+    stages = next((sampled for sampled in evidence.stages if not train or sampled.loader in train), None)
     if stages is None or not _positive(stages.seconds):
         return ""
     timed = stage_parts(stages)
@@ -186,13 +189,13 @@ def stage_line(evidence: Evidence | None) -> str:
 
 
 def stage_parts(stages: Stages) -> list[tuple[str, float]]:
-    """The stages that took any time, in seconds per batch."""
+    """Return the stages that took any time, with their seconds per batch."""
     parts = {"own code" if name == "other" else name: seconds for name, seconds in stages.by_name.items()}
     return [(name, seconds) for name, seconds in parts.items() if _positive(seconds)]
 
 
 def use_line(evidence: Evidence | None) -> str:
-    """Return what was used of the machine, in one line; "" where nobody looked."""
+    """Return a line on the use of the machine; "" if it was not sampled."""
     if evidence is None:
         return ""
     use, parts = evidence.used, []
@@ -210,11 +213,15 @@ def use_line(evidence: Evidence | None) -> str:
 
 
 def finite(values: Sequence[float] | Sequence[int]) -> list[float]:
-    """The values that can be shown."""
+    """Return the values that are finite."""
     return [float(value) for value in values if words.known(value)]
 
 
 def techniques(diagnosis: Diagnosis) -> list[str]:
-    """Techniques that bring cures of findings that cost time, the worst first."""
-    costly = [one for one in worst_first(diagnosis.findings) if one.technique and one.severity is not Severity.NOTE]
-    return list(dict.fromkeys(words.clean(one.technique) for one in costly))
+    """Return the techniques that cure findings that cost time, the worst finding's first."""
+    costly = [
+        finding
+        for finding in worst_first(diagnosis.findings)
+        if finding.technique and finding.severity is not Severity.NOTE
+    ]
+    return list(dict.fromkeys(words.clean(finding.technique) for finding in costly))

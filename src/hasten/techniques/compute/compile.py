@@ -293,15 +293,13 @@ class Compile(Technique):
             return register
 
         if not self._gradients:
-            everywhere = torch.nn.modules.module
             self._gradients = [ReplacedFunction(torch.autograd, "grad", functools.partial(noticing, 4))]
             self._gradients.append(ReplacedFunction(torch.autograd, "backward", functools.partial(noticing, 3)))
             # Each function of torch.autograd.functional calls this before it calls the model.
             self._gradients.append(ReplacedFunction(torch.autograd.functional, "_grad_preprocess", self._preparing))
-            self._gradients += [
-                ReplacedFunction(torch.Tensor, name, asking) for name in ("register_hook", "retain_grad")
-            ]
-            self._gradients += [ReplacedFunction(everywhere, name, hooked) for name in _ON_ALL_MODULES]
+            for name in ("register_hook", "retain_grad"):
+                self._gradients.append(ReplacedFunction(torch.Tensor, name, asking))
+            self._gradients += [ReplacedFunction(torch.nn.modules.module, name, hooked) for name in _ON_ALL_MODULES]
             for function in self._gradients:
                 function.put_in_place()
 
