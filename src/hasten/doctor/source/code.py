@@ -97,6 +97,6 @@ class Code:
     def trains_on_device(self) -> bool:
         """Whether values computed in a step may be on a device, so that reading one waits for the device.
 
-        A `training_step` method is Lightning's, which moves the model to the device without the file naming it.
+        A `training_step` method belongs to a framework's module, which moves to the device without the file naming it.
         """
         return self.script.uses_accelerator or bool(self.script.functions.get("training_step"))
