@@ -143,7 +143,7 @@ def scratch_folder(prefix: str = "hasten-", within: Path | None = None) -> Itera
 
 @contextmanager
 def ended_with_us(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Give an environment to a process that is no `Child`: what has it when this process is killed is ended, too."""
+    """Yield an environment for a process that is no `Child`. All processes that have it end if this one is killed."""
     mark = _MARK + secrets.token_hex(8)
     _watcher.tell(f"+{mark}")
     try:

@@ -164,7 +164,7 @@ class _Listening:
         )
         _adopt_orphans()
         env = environment(config, dict(os.environ))
-        # A whole run is the person's own, and goes on without doctor.
+        # A whole run writes the user's own files, so it continues if doctor is killed.
         with self._signals(), contextlib.nullcontext(env) if self.whole else ended_with_us(env) as env:
             process = self._start(env)
             began = time.perf_counter()

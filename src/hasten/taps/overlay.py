@@ -285,7 +285,7 @@ class Overlay:
         self.hide(absolute)
 
     def lies_in(self, path: Any, dir_fd: int | None) -> bool:
-        """Whether a path is the folder that this overlay keeps its files in, or one around it."""
+        """Return whether a path is the scratch folder itself, or a folder that contains it."""
         full = self._full(path, dir_fd)
         return full is not None and (self.root + os.sep).startswith(os.path.realpath(full).rstrip(os.sep) + os.sep)
 

@@ -184,7 +184,7 @@ def _removing_tree(overlay: Overlay, plain: Any) -> Any:
         absolute = overlay.place(path, False, kwargs.get("dir_fd"))
         if absolute is None:
             if overlay.lies_in(path, kwargs.get("dir_fd")):
-                # Seen from within, the scratch folder is the whole file system with the person's caches.
+                # In the scratch folder the script sees the whole file system: removing it would empty the caches.
                 return
             plain(path, ignore_errors, *args, **kwargs)
             overlay.forget_links()

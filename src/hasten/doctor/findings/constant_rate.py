@@ -73,7 +73,7 @@ class ConstantRate(Rule):
         if len(stepping) != 1:
             return None
         optimizer = stepping[0]
-        epochs = sum(over.trained and over.batches > 0 for over in evidence.passes)
+        epochs = sum(one.trained and one.batches > 0 for one in evidence.passes)
         # Schedules often step once an epoch: within the first epoch of a longer training none would show.
         seen_enough = epochs >= 2 or (evidence.ended == "finished" and epochs <= 1)
         if optimizer.steps < _LONG or optimizer.name not in _BY_RATE or not seen_enough:

@@ -1,4 +1,8 @@
-"""Tells who reads a tensor's `.grad`, so that nobody takes in an overflow of fp16."""
+"""Notice reads of a tensor's `.grad`, so that a script never reads the infinite gradients of an fp16 overflow.
+
+While a `GradientReads` watches, `torch.Tensor.grad` is a property that looks at who reads it. Torch's own modules that
+do not keep what they read are ignored.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Modules that read gradients and keep nothing of them before the optimizer is asked whether the step overflowed.
+# Modules that read gradients but keep none of them before the scaler tests whether the step overflowed.
 _KEEP_NOTHING = ("torch.optim.", "torch.nn.modules.", "torch.amp.", "torch._dynamo.", "torch._inductor.", "hasten.")
 _CLIPS = "torch.nn.utils."
 
@@ -15,23 +19,23 @@ _waiting: dict[int, Callable[[bool], None]] = {}
 
 
 class GradientReads:
-    """Calls `told(clips)` before the first read of any tensor's `.grad` behind `expect`, and then no more.
+    """Calls `told(clips)` once, before the first read of any tensor's `.grad` after `expect`.
 
     Args:
-        told: What is called; `clips` says that torch's own clipping reads, and not the script.
+        told: Receives whether the reader is torch's own gradient clipping instead of the script.
     """
 
     def __init__(self, told: Callable[[bool], None]) -> None:
         self._told = told
 
     def watch(self) -> None:
-        """Have reads pass here: 0.08 us more for each."""
+        """Start watching. Each read then takes 0.08 us longer."""
         if not _users:
             _put_in_place()
         _users.add(id(self))
 
     def leave(self) -> None:
-        """Tell of no more reads; torch's own attribute is put back once nobody watches."""
+        """Stop watching; the last one to stop restores torch's own attribute."""
         self.settle()
         if id(self) in _users:
             _users.discard(id(self))
@@ -39,12 +43,12 @@ class GradientReads:
                 _put_back()
 
     def expect(self) -> None:
-        """Tell of the next read."""
+        """Call `told` at the next read."""
         if id(self) in _users:
             _waiting[id(self)] = self._told
 
     def settle(self) -> None:
-        """Tell of no read until `expect`."""
+        """Ignore reads until the next `expect`."""
         _waiting.pop(id(self), None)
 
 
@@ -63,7 +67,7 @@ def _put_in_place() -> None:
 
 
 def _put_back() -> None:
-    """Let the attribute of torch's base class be found again."""
+    """Restore torch's attribute: the lookup finds that of the base class again."""
     import torch
 
     del torch.Tensor.grad
