@@ -206,6 +206,30 @@ def test_a_bias_that_a_batch_norm_takes_away_is_noise_and_so_is_its_square(check
     assert found.ok, said(found)
 
 
+def test_noise_that_is_longer_in_each_step_is_not_held_against_a_plan(check: Check) -> None:
+    """Rounding errors of zero are longer under channels_last, in each step, which says nothing of the training."""
+    script = """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.norm, self.drop = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Dropout(0.1)
+            def forward(self, x): return x + self.drop(self.norm(self.conv(x)).relu())
+        body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block() for _ in range(4)))
+        model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        images, labels = torch.randn(192, 3, 16, 16), torch.randint(0, 5, (192,))
+        for chosen in torch.arange(192).split(16):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[chosen]), labels[chosen]).backward()
+            optimizer.step()
+    """
+    found = check(script, {"channels_last": True})
+    assert found.ok, said(found)
+
+
 OBJECTS = """
 import collections, dataclasses
 import numpy as np, torch

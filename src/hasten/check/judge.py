@@ -228,8 +228,7 @@ class _Noise:
         """Return the largest norm that a difference may have."""
         share = self.moved(name)
         times = self._times
-        narrow = not self._single or name.startswith("weight")
-        if share > (_ALL_NOISE_16_BITS if narrow else _ALL_NOISE):  # Adam's second moment is its square
+        if self._is_all_noise(name):  # Adam's second moment is its square
             times = _TIMES_ALL_NOISE**2 if name.startswith("optimizer state") else _TIMES_ALL_NOISE
         # A weight moves by whole units in its last place, however small the step was.
         least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
@@ -239,6 +238,11 @@ class _Noise:
     def moved(self, name: str) -> float:
         """Return the share of its norm by which noise moves a tensor."""
         return self._usual.share.get(name, 0.0)
+
+    def _is_all_noise(self, name: str) -> bool:
+        """Return whether a tensor consists of rounding errors."""
+        narrow = not self._single or name.startswith("weight")
+        return self.moved(name) > (_ALL_NOISE_16_BITS if narrow else _ALL_NOISE)
 
     def _tilt_bound(self, name: str) -> float:
         along = list(chain.from_iterable(self._usual.along.get(name, [[0.0]])))
@@ -251,8 +255,10 @@ class _Noise:
         """Return the first gradient that is longer or shorter on average by more than chance explains; else None."""
         for name, shares in _along(measured).items():
             mean, bound = statistics.fmean(shares), self._tilt_bound(name)
-            if len(shares) >= 4 and abs(mean) > bound:
-                how = f"is longer by {mean:.2%} over {len(shares)} steps; chance allows {bound:.2%} more or less"
+            # Errors of sums in another order may be longer in each step, and mean nothing.
+            if len(shares) >= 4 and abs(mean) > bound and not self._is_all_noise(name):
+                change = f"is {'longer' if mean > 0 else 'shorter'} by {abs(mean):.2%}"
+                how = f"{change} over {len(shares)} steps; chance allows {bound:.2%} more or less"
                 return Difference("all steps", name, how, abs(mean), bound)
         return None
 
