@@ -12,7 +12,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from hasten.data.code_references import SAYS, WRITES
 from hasten.data.opened_files import opened
 from hasten.data.round_trip import why_no_round_trip
-from hasten.data.sample_fetcher import no_room, share, shared_bytes, shm_free
+from hasten.data.sample_fetcher import no_room, share, shared_bytes
 from hasten.data.snapshot import Snapshot, random_states
 
 END = "end"  # a task: report what a full comparison finds changed
@@ -27,7 +27,7 @@ class MadeBatch:
         changed: Why the training must make its batches itself, such as what making this one changed; "": nothing.
         drew: Whether making it drew random numbers.
         files: The files it was read from.
-        size: Bytes it takes in /dev/shm.
+        size: Bytes it takes in /dev/shm; 0 if that is not known, as after an error in torch's collate.
         full: Why /dev/shm has no room for it; "" if it has.
     """
 
@@ -81,8 +81,7 @@ class BatchMaker:
             if not no_room(error):
                 raise
             need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
-            least = size or 1 + (shm_free() or 0)  # after an error in collate the size is unknown: more than is free
-            return MadeBatch(None, "", False, size=least, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
+            return MadeBatch(None, "", False, size=size, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
         return MadeBatch(None if changed else batch, changed, random_states() != before, heard.files, size)
 
 

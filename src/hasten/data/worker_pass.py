@@ -21,6 +21,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hasten.data.opened_files import changed_file, mapped_file
+from hasten.data.sample_fetcher import shared_bytes
 from hasten.data.sample_keys import unmoved
 from hasten.data.sampler_order import Positions, batches, batching, why_not
 from hasten.data.snapshot import Snapshot
@@ -314,6 +315,9 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
         with unmoved():
             seed_batch(int(self._base_seed), number)
             batch = self._dataset_fetcher.fetch(indices)
+        # A worker that had no room for its batch may not know its size, and two that ran short at once leave more room
+        # free than either had.
+        self._hasten_handed.room.holds(shared_bytes(batch))
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _hasten_batch_again(self) -> None:
