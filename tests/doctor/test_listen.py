@@ -92,7 +92,7 @@ def test_ctrl_c_while_changes_are_tried_shows_what_was_heard_and_is_the_exit_cod
 
     job = Job("float64", "in float32", Case("Linear"), Case("Linear"))
     monkeypatch.setattr(room, "jobs", lambda evidence: [job])
-    monkeypatch.setattr(room, "measure", lambda evidence: measure.in_turn([job], "cpu", 1, 1.0))
+    monkeypatch.setattr(room, "measure", lambda evidence: measure.run_jobs([job], "cpu", 1, 1.0))
     monkeypatch.setattr(measure.subprocess, "run", interrupted)
     heard = room._try_changes(ObservedRun(diagnoses.evidence(), 0), lambda line: None)
     assert heard.stopped == 2

@@ -18,7 +18,7 @@ def findings(markdown: bool = typer.Option(False, "--markdown", help="As the pag
         typer.echo(findings_page(), nl=False)
         return
     for rule in FINDINGS.values():
-        typer.echo(f"{rule.name:26} {' and '.join(rule.seen_in()):12} {rule.what()}")
+        typer.echo(f"{rule.name:26} {' and '.join(rule.detected_in()):12} {rule.summary()}")
 
 
 def findings_page() -> str:
@@ -37,11 +37,11 @@ def findings_page() -> str:
         "|---|---|---|",
     ]
     rules = FINDINGS.values()
-    lines += [f"| [`{rule.name}`](#{rule.name}) | {', '.join(rule.seen_in())} | {_cure(rule)} |" for rule in rules]
+    lines += [f"| [`{rule.name}`](#{rule.name}) | {', '.join(rule.detected_in())} | {_cure(rule)} |" for rule in rules]
     for rule in rules:
         cure = f"; technique: {_cure(rule)}" if rule.cure is not None else ""
         what, _, rest = rule.page().partition("\n\n")
-        seen = f"Seen in: {', '.join(rule.seen_in())}{cure}."
+        seen = f"Seen in: {', '.join(rule.detected_in())}{cure}."
         lines += ["", f"## {rule.name}", "", what, "", seen, "", rest.replace("## ", "### ")]
     return "\n".join(lines) + "\n"
 

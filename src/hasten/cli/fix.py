@@ -12,13 +12,13 @@ from hasten.cli.source import known_rules, named, put
 from hasten.errors import HastenError
 
 if TYPE_CHECKING:
-    from hasten.doctor.lint.mend import Mended
+    from hasten.doctor.lint.fix import FixResult
 
 
 def fix(
     paths: list[Path] = typer.Argument(..., help="Python files, and folders of them.", metavar="PATHS"),
     write: bool = typer.Option(False, "--write", help="Write the files instead of showing the diff."),
-    select: list[str] = typer.Option([], help="Mend only what this rule finds (may be repeated).", metavar="NAME"),
+    select: list[str] = typer.Option([], help="Fix only what this rule finds (may be repeated).", metavar="NAME"),
 ) -> None:
     """Show a diff of safe repairs in a training's source code; with --write, make the change.
 
@@ -29,9 +29,9 @@ def fix(
 
     Examples: hasten fix train.py; hasten fix src/ --select blocking_copy --write
     """
+    from hasten.doctor.lint.fix import apply_fixes
+    from hasten.doctor.lint.fix import write as write_file
     from hasten.doctor.lint.formats import shown
-    from hasten.doctor.lint.mend import mend
-    from hasten.doctor.lint.mend import write as write_file
     from hasten.doctor.source.read import UnreadableError, python_files, read_text
 
     files = named(paths, "hasten fix PATHS")
@@ -39,15 +39,15 @@ def fix(
     failed, changed = False, 0
     for path in python_files(files):
         try:
-            mended = mend(read_text(path), chosen)
-            if mended.after != mended.before.text:
+            result = apply_fixes(read_text(path), chosen)
+            if result.after != result.before.text:
                 if write:
-                    write_file(mended)
-                    print(f"hasten: mended {shown(path)}", file=sys.stderr)
+                    write_file(result)
+                    print(f"hasten: fixed {shown(path)}", file=sys.stderr)
                 else:
-                    put(mended.diff(shown(path)), None)
+                    put(result.diff(shown(path)), None)
                 changed += 1
-            _tell(shown(path), mended)
+            _print_effects(shown(path), result)
         except UnreadableError as error:
             failed = True
             print(f"hasten: {shown(path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
@@ -61,9 +61,9 @@ def fix(
     raise typer.Exit(2 if failed else int(bool(changed) and not write))
 
 
-def _tell(name: str, mended: Mended) -> None:
+def _print_effects(name: str, result: FixResult) -> None:
     """Print the effect that each repair may have on results, and the findings that were left alone, with the reason."""
-    for rule, effect in mended.changes.items():
+    for rule, effect in result.effects.items():
         print(f"hasten: {name}: {rule}: {effect}", file=sys.stderr)
-    for line, rule, reason in mended.left:
+    for line, rule, reason in result.skipped:
         print(f"hasten: {name}:{line}: {rule} left alone: {reason}", file=sys.stderr)

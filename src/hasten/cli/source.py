@@ -59,7 +59,7 @@ def check_source(
         print(f"hasten: {shown(error.path)}{f':{error.line}' if error.line else ''}: {error.message}", file=sys.stderr)
     if checked.errors:
         return 2
-    return int(any(placed.finding.severity in or_worse(fail_on or "note") for placed in checked.found))
+    return int(any(placed.finding.severity in or_worse(fail_on or "note") for placed in checked.findings))
 
 
 def named(paths: Sequence[str | Path], usage: str) -> list[Path]:

@@ -99,8 +99,8 @@ def _findings(evidence: Evidence, failed: list[str]) -> Iterable[Finding]:
         try:
             yield from rule.findings(evidence)
         except Exception as error:  # a rule that raises must not hide the rest
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            failed.append(f"the finding {name} failed, which is a fault of hasten's: {why}")
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed.append(f"the finding {name} failed, which is a fault of hasten's: {reason}")
 
 
 def _without_explained(findings: list[Finding]) -> list[Finding]:
@@ -134,17 +134,21 @@ def merged(measured: Sequence[Finding], read: Sequence[Finding]) -> list[Finding
     findings = []
     used: set[int] = set()
     for finding in measured:
-        here = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
-        used.update(number for number, other in here if not finding.file or same_place(finding, other.file, other.line))
+        same_rule = [(number, other) for number, other in enumerate(read) if other.name == finding.name]
+        used.update(
+            number for number, other in same_rule if not finding.file or same_place(finding, other.file, other.line)
+        )
         # For such a rule the run knows only where the problem shows (kept graphs: the backward), the source its cause.
         if FINDINGS.get(finding.name, Rule).placed_by_code:
-            same = [(number, other) for number, other in here if other.file.rpartition("/")[2] in finding.file]
-            used.update(number for number, _ in same)
-            if same:
-                showed = f"it showed at the backward in line {finding.line}"
-                finding = dataclasses.replace(finding, line=same[0][1].line, details=(*finding.details, showed))
-        elif not finding.file and here:
-            finding = dataclasses.replace(finding, file=here[0][1].file, line=here[0][1].line)
+            same_file = [
+                (number, other) for number, other in same_rule if other.file.rpartition("/")[2] in finding.file
+            ]
+            used.update(number for number, _ in same_file)
+            if same_file:
+                symptom = f"it showed at the backward in line {finding.line}"
+                finding = dataclasses.replace(finding, line=same_file[0][1].line, details=(*finding.details, symptom))
+        elif not finding.file and same_rule:
+            finding = dataclasses.replace(finding, file=same_rule[0][1].file, line=same_rule[0][1].line)
         findings.append(finding)
     for number, finding in enumerate(read):
         if number not in used:
@@ -163,9 +167,9 @@ def pauses(evidence: Evidence) -> Pauses:
     if not lengths:
         return Pauses()
     from_the_start = evidence.number(0) == 0  # evidence from a live file holds only the last steps
-    began = min([0.0, *evidence.used.at[:1]])
+    process_start = min([0.0, *evidence.used.at[:1]])
     return Pauses(
-        start_up=evidence.step_start[0] - began if from_the_start else math.nan,
+        start_up=evidence.step_start[0] - process_start if from_the_start else math.nan,
         first_step=lengths[0] if from_the_start else math.nan,
         epoch_starts=tuple(epoch.first - epoch.start for epoch in evidence.passes if epoch.trained),
         outliers=_outliers(evidence, lengths),

@@ -10,14 +10,14 @@ from hasten.evidence import Evidence, Flags, this_machine
 TRAINS_WITHOUT_LOADER = "the script trains without drawing from a DataLoader"
 
 
-def how_it_ended(code: int | None, late: bool) -> str:
+def how_it_ended(code: int | None, hung: bool) -> str:
     """Return how a process ended, in words; "" if it exited with 0 or was ended by doctor as planned.
 
     Args:
         code: Its exit code from `Popen`; None if doctor ended it.
-        late: Doctor had to end it, because it did not respond.
+        hung: Doctor had to end it, because it did not respond.
     """
-    if late:
+    if hung:
         return "ended by hasten: it did not answer"
     if code is None or code == 0:
         return ""
@@ -34,13 +34,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def evidence_without_report(command: tuple[str, ...], ended: str, began: float, seconds: float) -> Evidence:
+def evidence_without_report(command: tuple[str, ...], ended: str, started: float, seconds: float) -> Evidence:
     """Return evidence of a run that reported nothing: only how and when it ended.
 
     Args:
         command: The training's own command line.
         ended: How it ended, in words; "" if well.
-        began: When it began, by `time.perf_counter`.
+        started: When it began, by `time.perf_counter`.
         seconds: How long it ran.
     """
     return Evidence(
@@ -59,7 +59,7 @@ def evidence_without_report(command: tuple[str, ...], ended: str, began: float, 
         ended="failed" if ended else "finished",
         ended_at=seconds,
         error=ended,
-        origin=began,
+        origin=started,
         listened="doctor",
     )
 
@@ -75,8 +75,8 @@ def no_loader_measured(evidence: Evidence, stopped: bool, patience: float) -> Ha
     bench, error = evidence.loader_bench, evidence.error
     built = "; ".join(f"{facts.where} ({facts.dataset}, {facts.samples or '?'} samples)" for facts in evidence.loaders)
     if stopped:
-        before = "the first number of workers was measured" if bench else "the script began to train"
-        return HastenError(f"stopped before {before}", code=130)
+        missed = "the first number of workers was measured" if bench else "the script began to train"
+        return HastenError(f"stopped before {missed}", code=130)
     if bench is not None:
         return HastenError(f"the loader of {bench.loader.where} could not be measured", "; ".join(bench.notes) or error)
     if error.startswith(TRAINS_WITHOUT_LOADER):

@@ -20,7 +20,7 @@ GRAPHS = 5  # graphs alive at once from which they count as kept
 
 
 def timed_calls(
-    rule: type[Rule], evidence: Evidence, kind: str, what: Callable[[Event, str], str], fix: str
+    rule: type[Rule], evidence: Evidence, kind: str, describe: Callable[[Event, str], str], fix: str
 ) -> Iterator[Finding | None]:
     """Yield a finding per line for calls whose time was measured.
 
@@ -28,14 +28,14 @@ def timed_calls(
         rule: The rule to make the findings with.
         evidence: The run's evidence.
         kind: The kind of event, such as "gc_collect".
-        what: Returns the finding's text from the event and a text like "12 times in 200 steps, 3.1 ms a step".
+        describe: Returns the finding's text from the event and a text like "12 times in 200 steps, 3.1 ms a step".
         fix: What to do.
     """
     for event in evidence.events_of(kind):
-        spent = per_step(evidence, [event])
-        often = f"{event.count} times in {evidence.steps} steps, {in_ms(spent)} a step"
-        worth = share_of(evidence, spent)
-        yield rule.timed(what(event, often), fix, worth, HowKnown.MEASURED, place=event.where)
+        seconds = per_step(evidence, [event])
+        frequency = f"{event.count} times in {evidence.steps} steps, {in_ms(seconds)} a step"
+        worth = share_of(evidence, seconds)
+        yield rule.timed(describe(event, frequency), fix, worth, HowKnown.MEASURED, place=event.where)
 
 
 def group_by_line(events: list[Event]) -> list[list[Event]]:
@@ -53,13 +53,13 @@ def wait_finding(
 
     If its worth cannot be estimated, the finding is a note, given that the waits take a share of the step that counts.
     """
-    worth, spent = worth_of_waits(evidence, events), per_step(evidence, events)
-    where = events[0].where
+    worth, seconds = worth_of_waits(evidence, events), per_step(evidence, events)
+    place = events[0].where
     if worth is not None:
-        yield rule.timed(what, fix, worth, HowKnown.ESTIMATED, place=where, details=details)
-    elif share_of(evidence, spent) >= LEAST:
+        yield rule.timed(what, fix, worth, HowKnown.ESTIMATED, place=place, details=details)
+    elif share_of(evidence, seconds) >= LEAST:
         unknown = "its cost depends on how busy the GPU is at that time, which is not known here"
-        yield rule.finding(what, fix, Severity.NOTE, place=where, details=(*details, unknown))
+        yield rule.finding(what, fix, Severity.NOTE, place=place, details=(*details, unknown))
 
 
 # -- workers ---------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ def lost_in_outliers(evidence: Evidence, computing: float = 0.0) -> float:
     lengths = [sum(evidence.step_phases[step]) for step in evidence.steady()]
     if not lengths or sum(lengths) <= 0:
         return 0.0
-    middle = min(statistics.median(lengths), computing or math.inf)
-    return sum(length - middle for length in lengths if length > 3 * middle) / sum(lengths)
+    typical = min(statistics.median(lengths), computing or math.inf)
+    return sum(length - typical for length in lengths if length > 3 * typical) / sum(lengths)
 
 
 def by_place(reasons: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -134,8 +134,8 @@ def place_in(reason: str) -> str:
         for pattern in (r'File "([^"\n]+)", line (\d+)', r"([^\s\"'(]+\.py):(\d+)")
         for file, line in re.findall(pattern, reason)
     ]
-    own = [place for place in places if "site-packages" not in place and "/torch/" not in place]
-    return (own or places or [""])[-1]
+    script_places = [place for place in places if "site-packages" not in place and "/torch/" not in place]
+    return (script_places or places or [""])[-1]
 
 
 def first_line_of(reason: str, place: str) -> str:

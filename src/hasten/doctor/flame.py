@@ -35,9 +35,9 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
     if program is None:
         return "", "no flame graph: py-spy is not there; pip install 'hasten[flame]'"
     duration = str(max(1, round(seconds)))
-    line = [program, "record", "-f", "raw", "-r", str(_RATE), "-d", duration, "-o", str(out), "-p", str(pid)]
+    command = [program, "record", "-f", "raw", "-r", str(_RATE), "-d", duration, "-o", str(out), "-p", str(pid)]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=seconds + _GRACE, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=seconds + _GRACE, check=False)
     except subprocess.TimeoutExpired:
         return "", f"no flame graph: py-spy did not end within {seconds + _GRACE:.0f} s"
     except OSError as error:
@@ -45,7 +45,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
     stacks = loading_stacks(out.read_text(errors="replace")) if out.is_file() else ""
     if stacks:
         return stacks, f"{_RATE} samples per second of a process that only loads, while it was not waiting (py-spy)"
-    output = " ".join((done.stderr or done.stdout).split())
+    output = " ".join((process.stderr or process.stdout).split())
     if any(word in output.lower() for word in ("permission", "operation not permitted", "ptrace", "root")):
         return "", (
             "no flame graph: this system does not let py-spy look into another process (ptrace). In a container: "
@@ -60,15 +60,15 @@ def loading_stacks(stacks: str) -> str:
     >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
     'fetch (b.py:2) 7'
     """
-    kept = []
+    folded = []
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
         frames = stack.split(";")
         if not frames[-1] or _WAITS.match(frames[-1]):
             continue
         begins = max((index for index, frame in enumerate(frames[:-1]) if _BEGINS.search(frame)), default=-1)
-        kept.append(f"{';'.join(frames[begins + 1 :])} {count}")
-    return "\n".join(kept)
+        folded.append(f"{';'.join(frames[begins + 1 :])} {count}")
+    return "\n".join(folded)
 
 
 def script_line_of(pid: int) -> str:
@@ -76,18 +76,18 @@ def script_line_of(pid: int) -> str:
     program = _py_spy()
     if program is None:
         return ""
-    line = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
+    command = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
     try:
-        dump = subprocess.run(line, capture_output=True, text=True, timeout=20, check=False).stdout
+        dump = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     main = dump.partition('"MainThread"')[2].split("\nThread ")[0]
-    frames = [match for line in main.splitlines() if (match := _FRAME.match(line))]
-    own = [match for match in frames if not (match["file"].startswith("<") or is_library(match["file"]))]
-    return f"{own[0]['file']}:{own[0]['line']}" if own else ""
+    frames = [match for command in main.splitlines() if (match := _FRAME.match(command))]
+    script_frames = [match for match in frames if not (match["file"].startswith("<") or is_library(match["file"]))]
+    return f"{script_frames[0]['file']}:{script_frames[0]['line']}" if script_frames else ""
 
 
 def _py_spy() -> str | None:
     """Return py-spy's path: beside this Python, or found on PATH; None without it."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.is_file() else shutil.which("py-spy")
+    bundled = Path(sys.executable).with_name("py-spy")
+    return str(bundled) if bundled.is_file() else shutil.which("py-spy")

@@ -110,12 +110,12 @@ class Gpus:
             pcie_out=self._pcie[index][1],
         )
 
-    def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
-        """Return the answer of an NVML call, or `otherwise` if it fails."""
+    def _ask(self, read: Callable[[], _T], default: _T) -> _T:
+        """Return the answer of an NVML call, or `default` if it fails."""
         try:
-            return question()
+            return read()
         except Exception:  # this GPU does not support it, or was lost: NVML raises for both
-            return otherwise
+            return default
 
     def close(self) -> None:
         """Shut NVML down."""

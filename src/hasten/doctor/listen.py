@@ -77,7 +77,7 @@ def listen(
     arguments: Sequence[str],
     command: Sequence[str],
     options: DoctorOptions,
-    whole: bool = False,
+    to_the_end: bool = False,
     evidence: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> ObservedRun:
@@ -87,7 +87,7 @@ def listen(
         arguments: Command line of the process that runs the training.
         command: The training's own command line, for the record.
         options: The bounds. `scratch` and `listener` are set here; `trace` is a path of the user's.
-        whole: Let the script run to its end, and write files wherever it wants.
+        to_the_end: Let the script run to its end, and write files wherever it wants.
         evidence: Where to write the evidence. The live file is beside it while a whole run goes on.
         say: Called with a line of progress about what follows the script's end.
 
@@ -95,35 +95,35 @@ def listen(
         HastenError: The process cannot be started, or a file cannot be written.
     """
     with scratch_folder("hasten-doctor-") as scratch:
-        listening = _Listening(list(arguments), tuple(command), options, whole, scratch, evidence)
-        heard = listening.run()
-        if options.sample and not heard.stopped:
-            heard = _try_changes(heard, say)
+        observation = _Observation(list(arguments), tuple(command), options, to_the_end, scratch, evidence)
+        observed = observation.run()
+        if options.sample and not observed.stopped:
+            observed = _try_changes(observed, say)
         if options.trace:
-            heard = _keep_trace(heard, scratch / "trace.json", Path(options.trace))
+            observed = _keep_trace(observed, scratch / "trace.json", Path(options.trace))
         if evidence is not None:
-            heard.evidence.write(evidence)
-    return heard
+            observed.evidence.write(evidence)
+    return observed
 
 
-def _try_changes(heard: ObservedRun, say: Callable[[str], None]) -> ObservedRun:
+def _try_changes(observed: ObservedRun, say: Callable[[str], None]) -> ObservedRun:
     """Measure on the now idle machine what changes would bring, and add that to the evidence."""
     try:
-        if wanted := jobs(heard.evidence):
-            say(f"the script is over; trying {len(wanted)} changes on its own sizes")
-        measured = measure(heard.evidence)
+        if planned := jobs(observed.evidence):
+            say(f"the script is over; trying {len(planned)} changes on its own sizes")
+        measured = measure(observed.evidence)
     except KeyboardInterrupt:  # before the first measurement began: `measure` itself handles later ones
         unseen = "what changes would bring: interrupted"
-        return dataclasses.replace(heard, stopped=int(signal.SIGINT), unseen=(*heard.unseen, unseen))
+        return dataclasses.replace(observed, stopped=int(signal.SIGINT), unseen=(*observed.unseen, unseen))
     except Exception as error:  # the evidence is valid without these measurements
-        return dataclasses.replace(heard, unseen=(*heard.unseen, f"what changes would bring: {error!r}"))
+        return dataclasses.replace(observed, unseen=(*observed.unseen, f"what changes would bring: {error!r}"))
     # Ctrl-C during `measure` ends only the measurements: the report is shown, and the exit code tells of the Ctrl-C.
-    stopped = signal.SIGINT if any(trial.failed == INTERRUPTED for trial in measured) else heard.stopped
-    evidence = dataclasses.replace(heard.evidence, measured=measured)
-    return dataclasses.replace(heard, evidence=evidence, stopped=int(stopped))
+    stopped = signal.SIGINT if any(trial.failed == INTERRUPTED for trial in measured) else observed.stopped
+    evidence = dataclasses.replace(observed.evidence, measured=measured)
+    return dataclasses.replace(observed, evidence=evidence, stopped=int(stopped))
 
 
-class _Listening:
+class _Observation:
     """One observed run: its process, its files, and how it is ended."""
 
     def __init__(
@@ -131,20 +131,20 @@ class _Listening:
         arguments: list[str],
         command: tuple[str, ...],
         options: DoctorOptions,
-        whole: bool,
+        to_the_end: bool,
         scratch: Path,
         evidence: Path | None,
     ) -> None:
         self.arguments = arguments
         self.command = command
-        self.whole = whole
+        self.to_the_end = to_the_end
         self.scratch = scratch
-        self.left = scratch / "evidence.json"
-        self.live = live_path(evidence.absolute() if evidence is not None and whole else self.left)
-        bounds = {"steps": 0, "seconds": 0.0, "epochs": 0} if whole else {}
+        self.evidence = scratch / "evidence.json"
+        self.live = live_path(evidence.absolute() if evidence is not None and to_the_end else self.evidence)
+        bounds = {"steps": 0, "seconds": 0.0, "epochs": 0} if to_the_end else {}
         self.options = dataclasses.replace(
             options,
-            scratch="" if whole else str(scratch),
+            scratch="" if to_the_end else str(scratch),
             listener=os.getpid(),
             trace=str(scratch / "trace.json") if options.trace else "",
             observers=BENCH if options.bench_seconds else OBSERVERS,
@@ -152,31 +152,31 @@ class _Listening:
             **bounds,  # type: ignore[arg-type]
         )
         self.stopped = 0
-        self.stopped_at = 0.0
-        self.late = False
-        self.where = ""  # `file:line` at which a killed run hung
+        self.stopped_at = 0.0  # by `time.perf_counter`
+        self.hung = False
+        self.hung_at = ""  # `file:line` at which a killed run hung
         self._children_before = {child.pid for child in psutil.Process().children()}
 
     def run(self) -> ObservedRun:
         """Start the process, wait for its end, and return what is known of the run."""
         config = RunConfig(
-            evidence=str(self.left), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
+            evidence=str(self.evidence), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
         )
         _adopt_orphans()
         env = environment(config, dict(os.environ))
         # A whole run writes the user's own files, so it continues if doctor is killed.
-        with self._signals(), contextlib.nullcontext(env) if self.whole else ended_with_us(env) as env:
+        with self._signals(), contextlib.nullcontext(env) if self.to_the_end else ended_with_us(env) as env:
             process = self._start(env)
-            began = time.perf_counter()
+            started = time.perf_counter()
             sampler = Sampler(process.pid)
             try:
-                code = self._wait(process, began)
+                code = self._wait(process, started)
             finally:
                 sampler.stop()
                 sampler.gpus.close()
-                if not self.whole or self.stopped:
+                if not self.to_the_end or self.stopped:
                     self._end_all()
-        return self._gather(code, sampler, began, time.perf_counter() - began)
+        return self._gather(code, sampler, started, time.perf_counter() - started)
 
     def _start(self, env: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start the training on the terminal's own input and output."""
@@ -189,14 +189,14 @@ class _Listening:
 
     # -- while it goes on --------------------------------------------------------------------------------
 
-    def _wait(self, process: subprocess.Popen[bytes], began: float) -> int | None:
+    def _wait(self, process: subprocess.Popen[bytes], started: float) -> int | None:
         """Wait for the process, and return its exit code; None if it must be killed: cut, stopped or hung."""
         passed_on = False
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL)
             now = time.perf_counter()
-            if _over(self.left).exists():
+            if _ready_to_end(self.evidence).exists():
                 return None
             if self.stopped:
                 waited = now - self.stopped_at
@@ -207,9 +207,9 @@ class _Listening:
                         process.send_signal(self.stopped)
                 if waited > _GRACE:
                     return None
-            elif self.options.longest and now - began > self.options.longest + _LATE:
-                self.late = True
-                self.where = script_line_of(process.pid)
+            elif self.options.longest and now - started > self.options.longest + _LATE:
+                self.hung = True
+                self.hung_at = script_line_of(process.pid)
                 return None
 
     @contextlib.contextmanager
@@ -223,14 +223,14 @@ class _Listening:
             self.stopped_at = self.stopped_at or time.perf_counter()
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before: dict[int, Any] = {}
+        previous: dict[int, Any] = {}
         for number in map(int, numbers):
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as SIGHUP under nohup
-                before[number] = signal.signal(number, stop)
+                previous[number] = signal.signal(number, stop)
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def _end_all(self) -> None:
@@ -242,43 +242,45 @@ class _Listening:
 
     # -- afterwards --------------------------------------------------------------------------------------
 
-    def _gather(self, code: int | None, sampler: Sampler, began: float, seconds: float) -> ObservedRun:
+    def _gather(self, code: int | None, sampler: Sampler, started: float, seconds: float) -> ObservedRun:
         """Put together the evidence, the use of the machine, and how the run ended."""
         unseen = [*sampler.failed, *filter(None, (sampler.gpus.failed,))]
         evidence = None
         try:
-            evidence = read_evidence(self.left) if self.left.is_file() else None
+            evidence = read_evidence(self.evidence) if self.evidence.is_file() else None
         except HastenError as error:
             unseen.append(f"the evidence: {error.message}")
-        cut = (evidence is not None and evidence.ended == "complete") or (self.late and not self.stopped)
-        error_file = self.left.with_name(f"{self.left.name}.error")
-        ended = error_file.read_text() if error_file.is_file() else how_it_ended(code, self.late)
+        cut = (evidence is not None and evidence.ended == "complete") or (self.hung and not self.stopped)
+        error_file = self.evidence.with_name(f"{self.evidence.name}.error")
+        ended = error_file.read_text() if error_file.is_file() else how_it_ended(code, self.hung)
         if evidence is None:
-            evidence, why = self._without_evidence(ended, began, seconds)
-            unseen.append(why)
+            evidence, reason = self._without_evidence(ended, started, seconds)
+            unseen.append(reason)
         elif not cut and code and not evidence.error:
             evidence = dataclasses.replace(evidence, ended="failed", error=ended)
         if self.stopped and evidence.error.startswith(_STOPPED):
             evidence = dataclasses.replace(evidence, ended="stopped", error="")
-        if self.where:
-            evidence = dataclasses.replace(evidence, stopped_at=self.where)
+        if self.hung_at:
+            evidence = dataclasses.replace(evidence, stopped_at=self.hung_at)
         until = evidence.ended_at if evidence.tried else math.inf  # after that, techniques were switched on
         evidence = dataclasses.replace(evidence, use=sampler.use(evidence.origin, evidence.pid, until))
         self.live.unlink(missing_ok=True)
-        own = 0 if cut or code is None else code if code >= 0 else 128 - code
-        return ObservedRun(evidence, own, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds)))
+        exit_code = 0 if cut or code is None else code if code >= 0 else 128 - code
+        return ObservedRun(
+            evidence, exit_code, self.stopped, cut, tuple(unseen), tuple(self._notes(evidence, cut, seconds))
+        )
 
-    def _without_evidence(self, ended: str, began: float, seconds: float) -> tuple[Evidence, str]:
+    def _without_evidence(self, ended: str, started: float, seconds: float) -> tuple[Evidence, str]:
         """Return evidence from the live file, or else only of how the run ended; and why there is no more."""
         try:
             evidence = read_live(self.live).as_evidence(ended)
             return evidence, f"losses, layers and what else is asked for at the end: it was {ended or 'gone'} before"
         except HastenError:
-            blank = evidence_without_report(self.command, ended, began, seconds)
-            why = "none of its processes imported torch, or none lived long enough to report"
+            blank = evidence_without_report(self.command, ended, started, seconds)
+            reason = "none of its processes imported torch, or none lived long enough to report"
             if ended.startswith("killed by"):
-                why = f"it was {ended}, which leaves it no time to report; it reports once a second"
-            return blank, f"the training: {why}"
+                reason = f"it was {ended}, which leaves it no time to report; it reports once a second"
+            return blank, f"the training: {reason}"
 
     def _notes(self, evidence: Evidence, cut: bool, seconds: float) -> list[str]:
         """Return what the user should know about how the script was run."""
@@ -290,16 +292,16 @@ class _Listening:
         if evidence.tried:
             names = ", ".join(trial.technique for trial in evidence.tried)
             notes.append(f"switched on and off in the run after these steps, to measure what they bring: {names}")
-        if not self.whole:
+        if not self.to_the_end:
             notes.append("files it wrote were redirected and removed; --whole runs it to its end and keeps them")
-        if not self.whole and any(word in evidence.error for word in _REFUSED):
+        if not self.to_the_end and any(word in evidence.error for word in _REFUSED):
             notes.append("if it works without hasten: native code may have missed the scratch folder; try --whole")
         return notes
 
 
-def _over(left: Path) -> Path:
+def _ready_to_end(evidence: Path) -> Path:
     """Return the file that the training process creates beside its evidence when it waits to be killed."""
-    return left.with_name(f"{left.name}.over")
+    return evidence.with_name(f"{evidence.name}.over")
 
 
 def _at_tty() -> bool:
@@ -317,13 +319,13 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
-def _keep_trace(heard: ObservedRun, written: Path, path: Path) -> ObservedRun:
+def _keep_trace(observed: ObservedRun, scratch_trace: Path, path: Path) -> ObservedRun:
     """Copy the trace from the scratch folder to the path that the user named."""
-    evidence = heard.evidence
-    if not written.is_file():
-        return dataclasses.replace(heard, unseen=(*heard.unseen, "a trace: no step was sampled"))
-    files.write_own(path, written.read_bytes(), "the trace", files.is_trace)
+    evidence = observed.evidence
+    if not scratch_trace.is_file():
+        return dataclasses.replace(observed, unseen=(*observed.unseen, "a trace: no step was sampled"))
+    files.write_own(path, scratch_trace.read_bytes(), "the trace", files.is_trace)
     if evidence.sampled is not None:
         sampled = dataclasses.replace(evidence.sampled, trace=str(path))
         evidence = dataclasses.replace(evidence, sampled=sampled)
-    return dataclasses.replace(heard, evidence=evidence)
+    return dataclasses.replace(observed, evidence=evidence)

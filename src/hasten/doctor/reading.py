@@ -48,8 +48,8 @@ def _read(path: Path) -> Diagnosis:
         evidence = read_evidence(path)
         with makes_sense(path):
             return diagnose(evidence)
-    what = f"of the schema {schema}" if isinstance(schema, str) else "of no schema"
+    description = f"of the schema {schema}" if isinstance(schema, str) else "of no schema"
     raise HastenError(
-        f"{path} is {what}, neither a diagnosis ({DIAGNOSIS}) nor evidence ({EVIDENCE})",
+        f"{path} is {description}, neither a diagnosis ({DIAGNOSIS}) nor evidence ({EVIDENCE})",
         "name what `hasten doctor --json FILE` or `hasten run --evidence FILE` wrote",
     )

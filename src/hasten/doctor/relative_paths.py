@@ -25,8 +25,8 @@ def with_relative_paths(data: Plain) -> Plain:
 
 
 @cache
-def _folders(here: str) -> re.Pattern[str]:
+def _folders(working_folder: str) -> re.Pattern[str]:
     """Return a pattern of the folders to cut off, which matches only where a path begins."""
-    folders = {here, os.path.realpath(here), *folders_of_packages()} - {os.sep}
+    folders = {working_folder, os.path.realpath(working_folder), *folders_of_packages()} - {os.sep}
     longest_first = sorted((re.escape(folder + os.sep) for folder in folders), key=len, reverse=True)
     return re.compile(rf"(?<![\w./~-])(?:{'|'.join(longest_first)})")

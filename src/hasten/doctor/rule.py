@@ -60,7 +60,7 @@ class Rule:
     def __init_subclass__(cls) -> None:
         """Take name, docstring and sources from the file, so that a rule states each of them only once."""
         cls.name = vars(cls).get("name", cls.__module__.rpartition(".")[2])
-        cls.__doc__ = cls.__doc__ or cls.what()
+        cls.__doc__ = cls.__doc__ or cls.summary()
         cls.sources = tuple(re.findall(r"^- (.+)$", cls.section("Source"), re.MULTILINE))
 
     # -- detecting the problem -------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class Rule:
         if not worth >= LEAST:  # NaN is not worth a finding either
             return None
         worth = min(1.0, worth)
-        more = {"place": place, "where": where, "setting": setting}
-        return cls.finding(what, fix, severity_of(worth), worth, how_known, details=details, **more)
+        placement = {"place": place, "where": where, "setting": setting}
+        return cls.finding(what, fix, severity_of(worth), worth, how_known, details=details, **placement)
 
     @classmethod
     def switched(
@@ -153,9 +153,9 @@ class Rule:
         """
         if cls.is_cured(evidence) or (cls.gpu_only and not on_gpu(evidence)):
             return []
-        found = cls.run(evidence)
-        several = [found] if isinstance(found, Finding) else list(found or ())
-        return [finding for finding in several if finding is not None]
+        result = cls.run(evidence)
+        findings = [result] if isinstance(result, Finding) else list(result or ())
+        return [finding for finding in findings if finding is not None]
 
     @classmethod
     def is_cured(cls, evidence: Evidence) -> bool:
@@ -165,10 +165,11 @@ class Rule:
         return bool(did) and "left alone" not in did
 
     @classmethod
-    def seen_in(cls) -> tuple[str, ...]:
-        """Return the ways in which the rule detects its problem: "run", "code" or both."""
-        ways = {"run": cls.run.__func__ is not Rule.run.__func__, "code": cls.code.__func__ is not Rule.code.__func__}  # type: ignore[attr-defined]
-        return tuple(way for way, overridden in ways.items() if overridden)
+    def detected_in(cls) -> tuple[str, ...]:
+        """Return what the rule detects its problem in: "run", "code" or both."""
+        runs = cls.run.__func__ is not Rule.run.__func__  # type: ignore[attr-defined]
+        reads = cls.code.__func__ is not Rule.code.__func__  # type: ignore[attr-defined]
+        return tuple(name for name, overridden in (("run", runs), ("code", reads)) if overridden)
 
     # -- findings from code, checked against a run -----------------------------------------------------
 
@@ -213,15 +214,15 @@ class Rule:
         return (sys.modules[cls.__module__].__doc__ or "").strip()
 
     @classmethod
-    def what(cls) -> str:
+    def summary(cls) -> str:
         """Return the page's first paragraph, which describes the problem, in one line."""
         return " ".join(cls.page().partition("\n\n")[0].split())
 
     @classmethod
     def section(cls, title: str) -> str:
         """Return the text of a section of the page; "" if the page has no such section."""
-        _, _, rest = f"\n{cls.page()}\n".partition(f"\n## {title}\n")
-        return rest.partition("\n## ")[0].strip()
+        _, _, body = f"\n{cls.page()}\n".partition(f"\n## {title}\n")
+        return body.partition("\n## ")[0].strip()
 
 
 def same_place(finding: Finding, file: str, line: int) -> bool:

@@ -1,7 +1,8 @@
 """Sample the training's use of the machine, from doctor's own process, so the training pays nothing for it.
 
 A thread takes a row of raw counters about four times a second; rates are computed at the end. To bound memory and cost
-in a long run, every second row is dropped once `_KEPT` are stored, and from then on only every second sample is kept.
+in a long run, every second row is dropped once `_MOST_ROWS` are stored, and from then on only every
+second sample is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 _INTERVAL = 0.25  # seconds between two samples
 _SHARE = 0.01  # of a core that sampling may take; if samples cost more, they are taken less often
 _FAMILY_EVERY = 4  # samples between two searches for new processes, each of which reads all of /proc
-_KEPT = 2400  # samples stored, at most
+_MOST_ROWS = 2400  # stored; see above
 _SELDOM = 0.02  # a GPU throttled for a smaller share of the time is not reported
 
 
@@ -76,45 +77,45 @@ class Sampler:
         self._family: dict[int, psutil.Process] = {}
         self._parents: dict[int, int] = {}  # process id -> its parent's, also of processes that have ended
         self._rows: list[_Row] = []
-        self._taken = 0  # samples
-        self._every = 1  # how many samples make one row
-        self._over = threading.Event()
+        self._samples = 0  # taken so far
+        self._samples_per_row = 1  # every n-th sample becomes a row
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="hasten-use", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Stop sampling. Don't wait for a sample that hangs in a driver: the thread is a daemon."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join(2.0)
 
     def _sample(self) -> None:
         """Take samples until `stop`, pausing long enough to stay below `_SHARE` of a core."""
         pause = 0.0
-        while not self._over.wait(pause):
-            began = time.thread_time()
+        while not self._stopped.wait(pause):
+            started = time.thread_time()
             try:
-                self._take()
+                self._take_sample()
             except Exception as error:  # the diagnosis is made without these samples, and says so
                 self._note("use of the machine", error)
                 return
-            pause = max(self._interval, (time.thread_time() - began) / _SHARE)
+            pause = max(self._interval, (time.thread_time() - started) / _SHARE)
 
-    def _note(self, what: str, error: BaseException) -> None:
+    def _note(self, subject: str, error: BaseException) -> None:
         """Add an error to `failed`, once."""
-        line = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        line = f"{subject}: {type(error).__name__}: {error}".splitlines()[0]
         if line not in self.failed:
             self.failed.append(line)
 
-    def _take(self) -> None:
+    def _take_sample(self) -> None:
         """Take one sample."""
-        if self._taken % _FAMILY_EVERY == 0:
+        if self._samples % _FAMILY_EVERY == 0:
             self._look_for_family()
-        self._taken += 1
-        if self._taken % self._every == 0:
+        self._samples += 1
+        if self._samples % self._samples_per_row == 0:
             self._rows.append(self._row())
-        if len(self._rows) >= _KEPT:
+        if len(self._rows) >= _MOST_ROWS:
             del self._rows[1::2]
-            self._every *= 2
+            self._samples_per_row *= 2
 
     def _look_for_family(self) -> None:
         """Add new descendants of the process."""
@@ -158,37 +159,37 @@ class Sampler:
             members[pid] = _Member(times.user + times.system, memory.rss, getattr(memory, "shared", 0))
         return members
 
-    def _ask(self, what: str, read: Callable[[], _T], otherwise: _T) -> _T:
-        """Return a counter of the machine; if it cannot be read, note that once and return `otherwise`."""
+    def _ask(self, subject: str, read: Callable[[], _T], default: _T) -> _T:
+        """Return a counter of the machine; if it cannot be read, note that once and return `default`."""
         try:
             return read()
         except (OSError, psutil.Error, RuntimeError, NotImplementedError) as error:
-            self._note(what, error)
-            return otherwise
+            self._note(subject, error)
+            return default
 
-    def use(self, origin: float, trains: int, until: float = math.inf) -> MachineUse | None:
+    def use(self, origin: float, trainer_pid: int, until: float = math.inf) -> MachineUse | None:
         """Return the use of the machine; None if there are not two rows.
 
         Args:
             origin: `time.perf_counter` at 0 of the evidence's clock.
-            trains: Process id of the training process; 0: the process that was started.
+            trainer_pid: Process id of the training process; 0: the process that was started.
             until: Seconds on the evidence's clock; later samples are left out.
         """
         rows = [row for row in self._rows if row.at - origin <= until]
         if len(rows) < 2:
             return None
-        trains = trains or self._pid
-        workers = self._descendants(trains)
+        trainer_pid = trainer_pid or self._pid
+        workers = self._descendants(trainer_pid)
         pairs = list(itertools.pairwise(rows))
         return MachineUse(
             at=tuple(row.at - origin for row in rows[1:]),
             cpu=tuple(_cpu(a, b, b.members) for a, b in pairs),
-            main=tuple(_cpu(a, b, [trains]) for a, b in pairs),
+            main=tuple(_cpu(a, b, [trainer_pid]) for a, b in pairs),
             workers=tuple(_cpu(a, b, workers) for a, b in pairs),
             worker_count=tuple(sum(1 for pid in row.members if pid in workers) for row in rows[1:]),
             cores=_busy_cores(rows[0], rows[-1]),
             rss=tuple(_resident(row, self._pid) for row in rows[1:]),
-            main_rss=tuple(row.members[trains].rss if trains in row.members else 0 for row in rows[1:]),
+            main_rss=tuple(row.members[trainer_pid].rss if trainer_pid in row.members else 0 for row in rows[1:]),
             shm=tuple(row.shm for row in rows[1:]),
             disk_read=tuple(_rate(a, b, a.disk[0], b.disk[0]) for a, b in pairs),
             disk_write=tuple(_rate(a, b, a.disk[1], b.disk[1]) for a, b in pairs),
@@ -202,12 +203,12 @@ class Sampler:
         """Return the ids of a process's descendants, ended ones included."""
         descendants: set[int] = set()
         for child in self._parents:
-            above: int | None = child
+            ancestor: int | None = child
             for _ in range(64):  # reused process ids could form a cycle
-                above = self._parents.get(above) if above is not None else None
-                if above == pid:
+                ancestor = self._parents.get(ancestor) if ancestor is not None else None
+                if ancestor == pid:
                     descendants.add(child)
-                if above is None:
+                if ancestor is None:
                     break
         return descendants - {pid}
 
@@ -269,19 +270,19 @@ def _shm() -> int:
     return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
-def _rate(before: _Row, after: _Row, was: float, now: float) -> float:
+def _rate(before: _Row, after: _Row, earlier: float, later: float) -> float:
     """Return a counter's rate (per second) between two rows."""
-    return max(0.0, now - was) / max(1e-6, after.at - before.at)
+    return max(0.0, later - earlier) / max(1e-6, after.at - before.at)
 
 
 def _cpu(before: _Row, after: _Row, pids: Sequence[int] | set[int] | dict[int, _Member]) -> float:
     """Return how many cores these processes kept busy between two rows; a new process began at 0."""
-    spent = 0.0
+    busy = 0.0
     for pid in pids:
         if pid in after.members:
-            was = before.members[pid].cpu if pid in before.members else 0.0
-            spent += max(0.0, after.members[pid].cpu - was)
-    return spent / max(1e-6, after.at - before.at)
+            earlier = before.members[pid].cpu if pid in before.members else 0.0
+            busy += max(0.0, after.members[pid].cpu - earlier)
+    return busy / max(1e-6, after.at - before.at)
 
 
 def _resident(row: _Row, root: int) -> int:
@@ -300,6 +301,6 @@ def _busy_cores(first: _Row, last: _Row) -> tuple[float, ...]:
 
 def _waiting(before: _Row, after: _Row) -> float:
     """Return the share of time (0 to 1) that cores waited for I/O between two rows."""
-    spent = sum(core[2] for core in after.cores) - sum(core[2] for core in before.cores)
+    total = sum(core[2] for core in after.cores) - sum(core[2] for core in before.cores)
     waited = sum(core[1] for core in after.cores) - sum(core[1] for core in before.cores)
-    return min(1.0, max(0.0, waited / spent)) if spent > 0 else 0.0
+    return min(1.0, max(0.0, waited / total)) if total > 0 else 0.0

@@ -46,7 +46,7 @@ def test_a_page_has_all_sections_in_order_and_its_code_is_python(name: str) -> N
     titles = re.findall(r"^## (.+)$", rule.page(), re.MULTILINE)
     assert titles == [title for title in SECTIONS if title in titles]
     assert set(SECTIONS) - set(titles) <= {"How it is known"}
-    assert rule.what().endswith(".")
+    assert rule.summary().endswith(".")
     assert rule.sources
     for section in ("Example", "Use instead"):
         compile(example(name, section), name, "exec")

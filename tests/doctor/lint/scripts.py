@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from hasten.doctor.lint.check import SourceFinding, check_text
-from hasten.doctor.lint.mend import Mended, mend
+from hasten.doctor.lint.fix import FixResult, apply_fixes
 from hasten.doctor.source.read import read_text
 
 HEAD = """\
@@ -65,6 +65,6 @@ def found(folder: Path, code: str, name: str = "") -> list[SourceFinding]:
     return [one for one in check_text(read_text(write(folder, code))) if name in ("", one.finding.name)]
 
 
-def mended(folder: Path, code: str, *select: str) -> Mended:
-    """The code mended, in memory."""
-    return mend(read_text(write(folder, code)), select)
+def fixed(folder: Path, code: str, *select: str) -> FixResult:
+    """Fix this code in memory."""
+    return apply_fixes(read_text(write(folder, code)), select)

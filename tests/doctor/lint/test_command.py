@@ -21,7 +21,7 @@ HEALTHY = "import torch\n\nprint(torch.zeros(3))\n"
 
 def names(path: Path) -> list[str]:
     """The names of what is found in a file."""
-    return [one.finding.name for one in check([path]).found]
+    return [one.finding.name for one in check([path]).findings]
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,9 @@ def test_the_diff_is_what_patch_takes_and_what_write_writes(tmp_path: Path) -> N
     assert (tmp_path / "two" / "train.py").read_bytes() == (tmp_path / "one" / "train.py").read_bytes()
     assert (tmp_path / "two" / "train.py").stat().st_mode & 0o777 == 0o751
     for name, raw in before.items():
-        mended = (tmp_path / "two" / name).read_bytes()
-        assert mended == raw.replace(b"losses.append(loss)", b"losses.append(loss.detach())")
-        assert mended != raw
+        fixed = (tmp_path / "two" / name).read_bytes()
+        assert fixed == raw.replace(b"losses.append(loss)", b"losses.append(loss.detach())")
+        assert fixed != raw
     again = command(tmp_path / "two", "fix", ".")
     assert (again.code, again.out) == (0, "")
     assert "nothing to repair" in again.err
@@ -205,7 +205,7 @@ def test_a_whole_file_a_string_and_a_comment_that_silences_nothing(tmp_path: Pat
     assert "retained_graph" in names(path)
     path.write_text("import torch\nx = 1  # hasten: ignore[host_sync]\n")
     assert names(path) == []
-    strict = check([path], strict_ignores=True).found
+    strict = check([path], strict_ignores=True).findings
     assert [(one.finding.name, one.finding.line) for one in strict] == [("unused_ignore", 2)]
 
 
@@ -227,10 +227,10 @@ def test_comments_silence_findings_of_a_run_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # reads every file of the standard library
 def test_no_file_of_python_is_too_strange(tmp_path: Path) -> None:
-    """torch's own sources, the standard library's tests, and this project: no crash, and mends that parse."""
+    """torch's own sources, the standard library's tests, and this project: no crash, and fixes that parse."""
     import torch
 
-    from hasten.doctor.lint.mend import mend
+    from hasten.doctor.lint.fix import apply_fixes
     from hasten.doctor.source.read import UnreadableError, python_files, read_text
 
     standard = Path(os.__file__).parent
@@ -240,7 +240,7 @@ def test_no_file_of_python_is_too_strange(tmp_path: Path) -> None:
     for path in files[::7]:
         try:
             text = read_text(path)
-            result = mend(text)
+            result = apply_fixes(text)
         except UnreadableError:
             continue
         if result.after != text.text:

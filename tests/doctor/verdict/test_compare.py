@@ -122,9 +122,9 @@ def test_findings_come_go_and_stay():
     moved = dataclasses.replace(here, file="/elsewhere/train.py", line=48, worth=0.2)
     second = dataclasses.replace(here, line=90)
     found = compare(run_of(findings=(here, second, there)), run_of(findings=(moved, low)))
-    assert found.came == (low,)
-    assert found.went == (second, there)
-    assert found.stayed == ((here, moved),)
+    assert found.new_findings == (low,)
+    assert found.resolved_findings == (second, there)
+    assert found.remaining_findings == ((here, moved),)
     text = " ".join(told(found.before, found.after).split())
     assert "new bias_before_norm layer1.0.conv1 (read from code, not measured)" in text
     assert "gone workers_zero train.py:90" in text

@@ -12,9 +12,9 @@ import pytest
 
 from hasten.doctor.verdict import measure as measuring
 from hasten.doctor.verdict.jobs import jobs
-from hasten.doctor.verdict.measure import in_turn, measure
-from hasten.doctor.verdict.measure_cases import TINY_OPERATORS, Case, Job, aims, attention_shape, groups
-from hasten.doctor.verdict.measure_process import build, switched, take_turns
+from hasten.doctor.verdict.measure import measure, run_jobs
+from hasten.doctor.verdict.measure_cases import TINY_OPERATORS, Case, Job, attention_shape, groups, preferred_multiples
+from hasten.doctor.verdict.measure_process import build, global_settings, take_turns
 from hasten.evidence import Event, Evidence, Layer, Measurement, Sampled, read_evidence
 from hasten.techniques.memory.allocator import TUNABLES
 from tests.doctor.findings.made import event, evidence
@@ -72,15 +72,15 @@ class TestWhatIsTried:
         slow = dataclasses.replace(CONV, shape=(256, 3, 64, 64), seconds=0.2)
         job = next(job for job in jobs(evidence(layers=(slow,))) if job.finding == "channels_first")
         assert job.before.shape[0] == 24
-        assert job.times == pytest.approx(256 / 24)
+        assert job.time_factor == pytest.approx(256 / 24)
 
     def test_a_batch_rounded_down_is_compared_per_sample(self) -> None:
         layer = dataclasses.replace(LINEAR, sizes={"in_features": 64, "out_features": 128}, shape=(33, 64))
         (job,) = jobs(evidence(layers=(layer,), loader={"batch_size": 33}))
-        assert (job.detail, job.scale) == ("batch_size=32", 33 / 32)
+        assert (job.detail, job.after_factor) == ("batch_size=32", 33 / 32)
         layer = dataclasses.replace(layer, shape=(31, 64))
         (job,) = jobs(evidence(layers=(layer,), loader={"batch_size": 31}))
-        assert (job.detail, job.scale) == ("batch_size=32", 1.0)
+        assert (job.detail, job.after_factor) == ("batch_size=32", 1.0)
 
     def test_on_a_gpu(self) -> None:
         seen = evidence(on_gpu=True, layers=(LINEAR, CONV), flags={"bf16": True})
@@ -98,7 +98,7 @@ class TestWhatIsTried:
     def test_multiples_by_device_and_type(
         self, changes: dict[str, Any], dtype: str, multiples: tuple[int, ...]
     ) -> None:
-        assert aims(evidence(**changes), dtype) == multiples
+        assert preferred_multiples(evidence(**changes), dtype) == multiples
 
     @pytest.mark.parametrize(
         ("detail", "shape"),
@@ -141,7 +141,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 def test_every_case_can_be_built_and_called(case: Case) -> None:
     call = build(case, "cpu")
-    with switched(case):
+    with global_settings(case):
         call()
         call()
 
@@ -183,7 +183,7 @@ def test_switches_are_put_back() -> None:
     import torch
 
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()
-    with switched(Case("tiny", matmul_precision="high", cudnn_benchmark=True, anomaly=True)):
+    with global_settings(Case("tiny", matmul_precision="high", cudnn_benchmark=True, anomaly=True)):
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.is_anomaly_enabled()
     assert before == (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_anomaly_enabled())
@@ -202,7 +202,7 @@ def measured() -> tuple[Measurement, ...]:
     optimizer = {"fused": False, "shapes": SHAPES, "options": options}
     seen = evidence(layers=(LINEAR,), optimizer=optimizer, flags={"threads": 1})
     broken = Job("odd_sizes", "a layer that is none", Case("Nothing", shape=(1,)), Case("Nothing", shape=(1,)), "x")
-    return in_turn([*jobs(seen), broken], "cpu", 1, 8.0)
+    return run_jobs([*jobs(seen), broken], "cpu", 1, 8.0)
 
 
 class TestInAProcessOfItsOwn:
@@ -230,7 +230,7 @@ class TestInAProcessOfItsOwn:
         dies.write_text("#!/bin/sh\necho 'Illegal instruction' >&2\nexit 132\n")
         dies.chmod(0o755)
         monkeypatch.setattr(measuring.sys, "executable", str(dies))
-        (one,) = in_turn([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
+        (one,) = run_jobs([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
         assert one.failed == "Illegal instruction"
 
     @pytest.mark.parametrize("own", ["", "glibc.malloc.check=3"])
@@ -244,12 +244,12 @@ class TestInAProcessOfItsOwn:
         monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
         if own:
             monkeypatch.setenv("GLIBC_TUNABLES", own)
-        (one,) = in_turn([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
+        (one,) = run_jobs([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
         assert one.failed == (own or TUNABLES)
 
     def test_no_python_no_measurement(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring.sys, "executable", "/nowhere/python")
-        (one,) = in_turn([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
+        (one,) = run_jobs([Job("odd_sizes", "what", CASES[0], CASES[0])], "cpu", 1, 1.0)
         assert one.failed.startswith("FileNotFoundError")
 
     def test_what_calls_it_imports_no_torch(self) -> None:

@@ -28,7 +28,7 @@ def _in(module: str) -> type[Rule]:
 
 FINDINGS: dict[str, type[Rule]] = {module.name: _in(module.name) for module in pkgutil.iter_modules(__path__)}
 """The rules by the name of their finding, in alphabetical order."""
-IN_CODE = tuple(name for name, rule in FINDINGS.items() if "code" in rule.seen_in())
+IN_CODE = tuple(name for name, rule in FINDINGS.items() if "code" in rule.detected_in())
 """Names of the findings that can be read from source code."""
 
 

@@ -43,7 +43,7 @@ import libcst as cst
 from hasten.doctor.figures import norm_of
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import argument, dotted, is_open, last_name, walk, with_keyword
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST, saved, size_of
@@ -89,19 +89,19 @@ class BiasBeforeNorm(Rule):
             if layer in seen or not _has_bias(layer):
                 continue
             seen.add(layer)
-            left = "" if sure else "it is not certain that nothing else uses the layer"
-            if not left and code.script.mentions("load_state_dict", "load_state_dict_from_url", "model_zoo"):
-                left = "the file loads checkpoints, which may hold the bias"
-            if not left and any(
+            unfixed_reason = "" if sure else "it is not certain that nothing else uses the layer"
+            if not unfixed_reason and code.script.mentions("load_state_dict", "load_state_dict_from_url", "model_zoo"):
+                unfixed_reason = "the file loads checkpoints, which may hold the bias"
+            if not unfixed_reason and any(
                 isinstance(node, cst.Attribute) and node.attr.value == "bias" for node in code.script.nodes
             ):
-                left = "the file reads biases, and this one would be None"
+                unfixed_reason = "the file reads biases, and this one would be None"
             yield Problem(
                 layer,
                 f"the bias of this {last_name(layer.func)} is taken away again by {last_name(norm.func)}",
                 "give the layer bias=False",
-                () if left else (Mend(layer, lambda now: with_keyword(now, "bias", cst.Name("False"))),),
-                left,
+                () if unfixed_reason else (Edit(layer, lambda now: with_keyword(now, "bias", cst.Name("False"))),),
+                unfixed_reason,
             )
 
 

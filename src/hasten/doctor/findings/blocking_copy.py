@@ -53,7 +53,7 @@ import libcst as cst
 from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import argument, device_of, dotted, last_name, receiver, walk, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
@@ -103,7 +103,7 @@ class BlockingCopy(Rule):
                 call,
                 f"`{code.text(call)}` waits for its copy, though the batch is in pinned memory",
                 "add non_blocking=True",
-                () if whole else (Mend(call, lambda now: with_keyword(now, "non_blocking", cst.Name("True"))),),
+                () if whole else (Edit(call, lambda now: with_keyword(now, "non_blocking", cst.Name("True"))),),
                 "the batch is one object, which may not take non_blocking" if whole else "",
             )
 

@@ -120,13 +120,13 @@ class HostSync(Rule):
             if statement in seen or any(_reading_below(code, node)):
                 continue  # only the first read of a statement waits: the GPU is done by the second
             seen.add(statement)
-            mends, left = deferred(code, node)
+            edits, unfixed_reason = deferred(code, node)
             yield Problem(
                 node,
                 f"`{code.text(node)}` waits for the device in every step",
                 "keep the value on the device (detach()) and read it every n steps, or after the loop",
-                mends,
-                left,
+                edits,
+                unfixed_reason,
             )
 
 

@@ -49,7 +49,7 @@ import libcst as cst
 from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import argument, device_of, is_open, receiver, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
@@ -89,20 +89,20 @@ class MovedFromCpu(Rule):
             full = code.script.qualified(made.func)
             if full not in _EXACT | _RANDOM | _ROUNDED or argument(made, "device") is not None or is_open(made):
                 continue
-            left = ""
+            unfixed_reason = ""
             if full in _RANDOM:
-                left = "on the device it would draw other random numbers"
+                unfixed_reason = "on the device it would draw other random numbers"
             elif full in _ROUNDED:
-                left = "on the device it would round otherwise"
+                unfixed_reason = "on the device it would round otherwise"
             elif argument(made, "pin_memory") is not None or argument(made, "out") is not None:
-                left = "it is pinned, or has a place already"
+                unfixed_reason = "it is pinned, or has a place already"
             target = code.text(device)
             yield Problem(
                 call,
                 f"`{code.text(made)}` is made on the CPU and then copied",
                 f"make it where it is needed: device={target}",
-                () if left else (Mend(call, _made_there(device)),),
-                left,
+                () if unfixed_reason else (Edit(call, _made_there(device)),),
+                unfixed_reason,
             )
 
 

@@ -56,7 +56,7 @@ from hasten.doctor.figures import kept_losses
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import argument, dotted, is_word, last_name, method_call, names_in, receiver
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Severity
@@ -103,7 +103,7 @@ class RetainedGraph(Rule):
                         call,
                         "backward keeps its graph in every step, and nothing goes backward through it again",
                         "remove retain_graph=True",
-                        left="whether another pass needs the graph is for a person to say",
+                        unfixed_reason="whether another pass needs the graph is for a person to say",
                     )
 
 
@@ -158,20 +158,20 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
             return None
     if isinstance(outer, Loop) and name in code.script.loop_targets(outer):
         return None
-    mends: tuple[Mend, ...] = ()
-    left = ""
+    edits: tuple[Edit, ...] = ()
+    unfixed_reason = ""
     if code.kind(value) & Kind.MANY or isinstance(value, cst.List | cst.Tuple | cst.Dict):
-        left = "it is part of something larger"
+        unfixed_reason = "it is part of something larger"
     elif isinstance(node, cst.Assign):
-        left = "the sum is written out"
+        unfixed_reason = "the sum is written out"
     else:
-        mends = (Mend(value, lambda now: method_call(now, "detach")),)
+        edits = (Edit(value, lambda now: method_call(now, "detach")),)
     return Problem(
         node,
         f"`{code.text(value)}` is kept in `{name}` with its graph: memory grows by one step's activations each step",
         f"keep it without its graph: `{code.text(method_call(value, 'detach'))}`",
-        mends,
-        left,
+        edits,
+        unfixed_reason,
     )
 
 

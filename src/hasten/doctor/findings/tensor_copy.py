@@ -49,7 +49,7 @@ from hasten.doctor.figures import group_by_line
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import argument, last_name, walk
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
@@ -96,20 +96,22 @@ class TensorCopy(Rule):
             if kind & Kind.MANY or call.args[0].keyword is not None or call.args[0].star:
                 continue
             if isinstance(value, cst.Name | cst.Attribute) and kind & Kind.TENSOR and not kind & Kind.ARRAY:
-                mends = (Mend(call, _cloned),) if len(call.args) == 1 else ()
-                left = "" if mends else "its other arguments have no place in clone()"
+                edits = (Edit(call, _cloned),) if len(call.args) == 1 else ()
+                unfixed_reason = "" if edits else "its other arguments have no place in clone()"
                 yield Problem(
                     call, f"torch.tensor copies the tensor `{code.text(value)}`, with a warning",
-                    "write `.detach().clone()`, or use the tensor as it is", mends, left,
+                    "write `.detach().clone()`, or use the tensor as it is", edits, unfixed_reason,
                 )  # fmt: skip
             elif kind & Kind.ARRAY:
-                left = _shared(code, value) or ("it asks for a gradient" if argument(call, "requires_grad") else "")
+                unfixed_reason = _shared(code, value) or (
+                    "it asks for a gradient" if argument(call, "requires_grad") else ""
+                )
                 yield Problem(
                     call,
                     f"torch.tensor copies the array `{code.text(value)}`",
                     "write torch.as_tensor (or from_numpy), which takes its memory over",
-                    () if left else (Mend(call, _as_tensor),),
-                    left,
+                    () if unfixed_reason else (Edit(call, _as_tensor),),
+                    unfixed_reason,
                 )
 
 

@@ -49,7 +49,7 @@ import libcst as cst
 
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import dotted, is_word, last_name, names_in, receiver, targets_of, walk
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Phase, Severity
@@ -108,13 +108,13 @@ class ValidationGraphs(Rule):
                     continue
                 if any(_feeds_training(code, caller) for caller in callers):
                     continue
-            mends, left = _without_gradients(code, loop)
+            edits, unfixed_reason = _without_gradients(code, loop)
             yield Problem(
                 loop,
                 "validation makes graphs that nothing goes backward through",
                 "put it under `with torch.no_grad():`",
-                mends,
-                left,
+                edits,
+                unfixed_reason,
             )
 
 
@@ -145,7 +145,7 @@ def _needs_gradients(code: Code, loop: Loop) -> bool:
     )
 
 
-def _without_gradients(code: Code, loop: Loop) -> tuple[tuple[Mend, ...], str]:
+def _without_gradients(code: Code, loop: Loop) -> tuple[tuple[Edit, ...], str]:
     """Return the changes that disable gradients, and why there are none ("" if there are).
 
     A function that only validates gets the decorator `@torch.no_grad()`; elsewhere the loop gets a `with` block.
@@ -160,10 +160,10 @@ def _without_gradients(code: Code, loop: Loop) -> tuple[tuple[Mend, ...], str]:
     if isinstance(scope, cst.FunctionDef) and _PREDICTS.search(scope.name.value):
         return (), "another file may train through what it gives"
     if isinstance(scope, cst.FunctionDef) and _only_validates(code, scope):
-        return (Mend(scope, lambda now: _decorated(now, no_grad)),), ""
+        return (Edit(scope, lambda now: _decorated(now, no_grad)),), ""
     if _returns_graphs(code, loop):
         return (), "what it computes goes backward later"
-    return (Mend(loop, lambda now: _wrapped(now, no_grad)),), ""
+    return (Edit(loop, lambda now: _wrapped(now, no_grad)),), ""
 
 
 def _only_validates(code: Code, function: cst.FunctionDef) -> bool:

@@ -51,7 +51,7 @@ from hasten.doctor.figures import worker_startup_share
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.loaders import loader_calls, trains_with
-from hasten.doctor.source.problem import Change, Mend, Problem
+from hasten.doctor.source.problem import Change, Edit, Problem
 from hasten.doctor.source.syntax import argument, dotted, last_name, names_in, walk, with_keyword
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import epoch_start, in_ms
@@ -91,12 +91,12 @@ class WorkersRecreated(Rule):
                 continue
             count = argument(call, "num_workers", 5)
             literal = isinstance(count, cst.Integer)
-            left = ""
+            unfixed_reason = ""
             if any(
                 last_name(other.func) == "set_epoch" and "sampler" not in dotted(other.func)
                 for other in code.script.calls
             ):
-                left = "the dataset is told the epoch: workers that stay would not hear of it"
+                unfixed_reason = "the dataset is told the epoch: workers that stay would not hear of it"
             value: cst.BaseExpression = cst.Name("True")
             # torch rejects persistent_workers=True without workers, and an option may be 0.
             if not literal and count is not None:
@@ -106,8 +106,8 @@ class WorkersRecreated(Rule):
                 call,
                 f"its {workers} workers end after every epoch and are started again",
                 "give the loader persistent_workers=True",
-                () if left else (Mend(call, _kept_alive(value)),),
-                left,
+                () if unfixed_reason else (Edit(call, _kept_alive(value)),),
+                unfixed_reason,
             )
 
 

@@ -42,7 +42,7 @@ import libcst as cst
 
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.problem import Mend, Problem
+from hasten.doctor.source.problem import Edit, Problem
 from hasten.doctor.source.syntax import is_word, last_name, without_argument
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
@@ -96,5 +96,5 @@ class ZeroedGradients(Rule):
                 call,
                 "gradients are set to zero instead of being let go",
                 "remove set_to_none=False",
-                (Mend(call, lambda now: without_argument(now, now.args[0])),),
+                (Edit(call, lambda now: without_argument(now, now.args[0])),),
             )

@@ -50,12 +50,12 @@ class LintResult:
     """The findings of some files.
 
     Attributes:
-        found: The findings, sorted by line and column within each file.
+        findings: The findings, sorted by line and column within each file.
         errors: Files that could not be checked.
         files: Number of files, those that could not be checked included.
     """
 
-    found: tuple[SourceFinding, ...]
+    findings: tuple[SourceFinding, ...]
     errors: tuple[UnreadableError, ...]
     files: int
 
@@ -111,12 +111,12 @@ def check_text(
     if script is None:
         return []
     ignores = ignores_in(text.text) if apply_ignores else Ignores()
-    if ignores.whole:
+    if ignores.whole_file:
         return []
     lines = text.text.splitlines()
     findings = []
     for rule, problem in problems_in(script, ignores, select):
-        place = script.positions[problem.node]
+        code_range = script.positions[problem.node]
         finding = Finding(
             name=rule.name,
             what=problem.what,
@@ -124,7 +124,7 @@ def check_text(
             severity=rule.severity,
             how_known=HowKnown.READ,
             file=str(text.path),
-            line=place.start.line,
+            line=code_range.start.line,
             details=("read from the code; what it costs was not measured",)
             if rule.severity is not Severity.NOTE
             else (),
@@ -133,14 +133,14 @@ def check_text(
         )
         # Mark only the first line of a loop or function: editors would underline its body otherwise.
         compound = isinstance(problem.node, cst.BaseCompoundStatement)
-        end = place.start if compound else place.end
+        end = code_range.start if compound else code_range.end
         end_column = len(lines[end.line - 1]) + 1 if compound and end.line <= len(lines) else end.column + 1
-        source = lines[place.start.line - 1] if place.start.line <= len(lines) else ""
-        findings.append(SourceFinding(finding, place.start.column + 1, end.line, end_column, source))
+        source = lines[code_range.start.line - 1] if code_range.start.line <= len(lines) else ""
+        findings.append(SourceFinding(finding, code_range.start.column + 1, end.line, end_column, source))
     # With `select`, a comment may be meant for a rule that was not applied.
     for line in ignores.unused if strict_ignores and not select else ():
-        what = "this ignore comment silences nothing"
-        finding = Finding(UNUSED, what, "remove it", Severity.NOTE, None, HowKnown.READ, str(text.path), line)
+        message = "this ignore comment silences nothing"
+        finding = Finding(UNUSED, message, "remove it", Severity.NOTE, None, HowKnown.READ, str(text.path), line)
         findings.append(SourceFinding(finding, 1, line, len(lines[line - 1]) + 1, lines[line - 1]))
     return sorted(findings, key=lambda entry: (entry.finding.line, entry.column, entry.finding.name))
 
@@ -204,7 +204,7 @@ def _lines_at(script: Script, line: int) -> tuple[int, ...]:
     lines = {line}
     for node in script.nodes:
         if isinstance(node, cst.SimpleStatementLine):
-            place = script.positions[node]
-            if place.start.line <= line <= place.end.line:
-                lines |= {place.start.line, place.end.line}
+            code_range = script.positions[node]
+            if code_range.start.line <= line <= code_range.end.line:
+                lines |= {code_range.start.line, code_range.end.line}
     return tuple(lines)

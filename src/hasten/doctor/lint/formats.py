@@ -32,13 +32,13 @@ def as_text(checked: LintResult) -> str:
     lines = [
         f"{shown(entry.finding.file)}:{entry.finding.line}:{entry.column}: {entry.finding.severity} "
         f"{entry.finding.name}: {entry.finding.what} (fix: {entry.finding.fix})"
-        for entry in checked.found
+        for entry in checked.findings
     ]
     files = f"{checked.files} file{'' if checked.files == 1 else 's'}"
-    if not checked.found:
+    if not checked.findings:
         lines.append(f"nothing found in {files}")
     else:
-        count = len(checked.found)
+        count = len(checked.findings)
         lines.append(f"{count} finding{'' if count == 1 else 's'} in {files}; read from the code, nothing was measured")
     return "\n".join(lines) + "\n"
 
@@ -68,7 +68,7 @@ def as_json(checked: LintResult, version: str) -> dict[str, Any]:
                 "technique": entry.finding.technique,
                 "sources": list(entry.finding.sources),
             }
-            for entry in checked.found
+            for entry in checked.findings
         ],
         "errors": [{"file": shown(e.path), "line": e.line, "message": e.message} for e in checked.errors],
     }
@@ -76,7 +76,7 @@ def as_json(checked: LintResult, version: str) -> dict[str, Any]:
 
 def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
     """Return a SARIF 2.1.0 log, the format that code scanning services and editors read."""
-    rules = [_rule(rule) for rule in FINDINGS.values() if "code" in rule.seen_in()]
+    rules = [_rule(rule) for rule in FINDINGS.values() if "code" in rule.detected_in()]
     rules.append(
         {
             "id": UNUSED,
@@ -86,11 +86,11 @@ def as_sarif(checked: LintResult, version: str) -> dict[str, Any]:
         }
     )
     index = {rule["id"]: number for number, rule in enumerate(rules)}
-    seen: Counter[tuple[str, str, str]] = Counter()
+    occurrences: Counter[tuple[str, str, str]] = Counter()
     run: dict[str, Any] = {
         "tool": {"driver": {"name": "hasten", "rules": rules, **({"semanticVersion": version} if version else {})}},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(entry, index, seen) for entry in checked.found],
+        "results": [_result(entry, index, occurrences) for entry in checked.findings],
         "invocations": [
             {
                 "executionSuccessful": not checked.errors,
@@ -113,26 +113,26 @@ def _rule(rule: type[Rule]) -> dict[str, Any]:
     return {
         "id": rule.name,
         "name": rule.__name__,
-        "shortDescription": {"text": rule.what()},
+        "shortDescription": {"text": rule.summary()},
         "help": {"text": rule.page(), "markdown": rule.page()},
         "defaultConfiguration": {"level": _LEVELS[rule.severity]},
     }
 
 
-def _result(entry: SourceFinding, index: dict[str, int], seen: Counter[tuple[str, str, str]]) -> dict[str, Any]:
+def _result(entry: SourceFinding, index: dict[str, int], occurrences: Counter[tuple[str, str, str]]) -> dict[str, Any]:
     """Return a finding as a result in SARIF.
 
     Args:
         entry: The finding.
         index: Position of each rule in the log's list of rules, by name.
-        seen: How often each (rule, file, line of text) occurred so far; updated.
+        occurrences: How often each (rule, file, line of text) occurred so far; updated.
     """
     finding = entry.finding
     # The fingerprint has no line number: a finding is the same after lines were added above. Equal lines of a file are
     # told apart by their number of occurrence.
     key = (finding.name, finding.file, entry.text.strip())
-    seen[key] += 1
-    fingerprint = hashlib.sha256(f"{finding.name}\0{entry.text.strip()}\0{seen[key]}".encode()).hexdigest()[:32]
+    occurrences[key] += 1
+    fingerprint = hashlib.sha256(f"{finding.name}\0{entry.text.strip()}\0{occurrences[key]}".encode()).hexdigest()[:32]
     location = _location(Path(finding.file), finding.line)
     location["physicalLocation"]["region"].update(
         startColumn=entry.column, endLine=entry.end_line, endColumn=entry.end_column, snippet={"text": entry.text}

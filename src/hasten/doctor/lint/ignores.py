@@ -16,17 +16,17 @@ class Ignores:
 
     Attributes:
         by_line: Line of each comment -> the rules that it silences; an empty set means all rules.
-        whole: The file has an `ignore-file` comment.
+        whole_file: The file has an `ignore-file` comment.
         used: Lines whose comment has silenced a finding.
     """
 
     by_line: dict[int, frozenset[str]] = field(default_factory=dict)
-    whole: bool = False
+    whole_file: bool = False
     used: set[int] = field(default_factory=set)
 
     def covers(self, name: str, lines: tuple[int, ...]) -> bool:
         """Return whether a comment on one of these lines silences a rule, and mark such comments as used."""
-        if self.whole:
+        if self.whole_file:
             return True
         matching = [line for line in lines if line in self.by_line and name in (self.by_line[line] or {name})]
         self.used.update(matching)
@@ -47,10 +47,10 @@ def ignores_in(text: str) -> Ignores:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT and (match := _COMMENT.search(token.string)):
                 if match[1] == "ignore-file":
-                    ignores.whole = True
+                    ignores.whole_file = True
                 else:
                     names = frozenset(name.strip() for name in (match[2] or "").split(",") if name.strip())
                     ignores.by_line[token.start[0]] = names
     except (tokenize.TokenError, SyntaxError):
-        return ignores  # those read so far: libcst parses some files that this version of Python does not
+        return ignores  # keep those read so far: libcst parses some files that this version of Python does not
     return ignores

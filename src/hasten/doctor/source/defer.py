@@ -13,7 +13,7 @@ import libcst as cst
 
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
-from hasten.doctor.source.problem import Mend
+from hasten.doctor.source.problem import Edit
 from hasten.doctor.source.syntax import dotted, last_name, method_call, receiver, walk
 
 # Names in a file that uses other precisions than float32: a sum in bfloat16 on the device would lose digits.
@@ -25,8 +25,8 @@ _PRECISIONS = (
 _BY_TEXT = ("locals", "globals", "vars", "exec", "eval")
 
 
-def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
-    """Return the mends that defer one read, or no mends and the reason why the code is left alone.
+def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Edit, ...], str]:
+    """Return the edits that defer one read, or no edits and the reason why the code is left alone.
 
     Safe is only `name += ….item()` where the name is local, begins as a number, and is read only outside of steps. Each
     of these reads becomes `float(name)`.
@@ -46,7 +46,7 @@ def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
     reads = _reads_of(code, statement, name)
     if isinstance(reads, str):
         return (), reads
-    mends = [Mend(read, _as_float) for read in reads]
+    edits = [Edit(read, _as_float) for read in reads]
     for addition in _additions(code, statement, name):
         items = [call for call in walk(addition.value) if isinstance(call, cst.Call) and last_name(call.func) == "item"]
         loss = receiver(items[0]) if len(items) == 1 else None
@@ -57,8 +57,8 @@ def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Mend, ...], str]:
             or not _plain_around(addition.value, items[0])
         ):
             return (), f"not everything added to `{name}` is one loss"
-        mends.append(Mend(items[0], _detached))
-    return tuple(mends), ""
+        edits.append(Edit(items[0], _detached))
+    return tuple(edits), ""
 
 
 def _detached(call: Any) -> cst.CSTNode:

@@ -12,7 +12,7 @@ Change = Callable[[Any], cst.CSTNode]
 
 
 @dataclass(frozen=True)
-class Mend:
+class Edit:
     """A change of one node.
 
     Attributes:
@@ -32,12 +32,12 @@ class Problem:
         node: The code with the problem; its first character is the place of the finding.
         what: One sentence that describes the problem, without a full stop.
         fix: An instruction to the user.
-        mends: The changes that repair it, made all together or not at all; empty if no change is surely safe.
-        left: Why there are no mends, for the user; "" if such problems are never repaired automatically.
+        edits: The changes that repair it, made all together or not at all; empty if no change is surely safe.
+        unfixed_reason: Why there are no edits, for the user; "" if such problems are never repaired automatically.
     """
 
     node: cst.CSTNode
     what: str
     fix: str
-    mends: tuple[Mend, ...] = ()
-    left: str = ""
+    edits: tuple[Edit, ...] = ()
+    unfixed_reason: str = ""

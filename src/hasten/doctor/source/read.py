@@ -133,7 +133,7 @@ def parse(text: Text) -> Script | None:
         raise UnreadableError(text.path, f"syntax error: {error.message}", error.raw_line) from None
     except (RecursionError, ValueError) as error:
         raise UnreadableError(text.path, f"cannot be parsed: {error}") from None
-    if module.code != text.text:  # a mend writes the whole tree back, and would change unrelated code
+    if module.code != text.text:  # a fix writes the whole tree back, and would change unrelated code
         raise UnreadableError(text.path, "cannot be parsed without loss: not looked at")
     return Script(module)
 

@@ -50,7 +50,7 @@ class Change:
         return self.after / self.before if self.before > 0 and self.after > 0 else math.nan
 
     @property
-    def sure(self) -> bool:
+    def significant(self) -> bool:
         """Whether there is an interval and it excludes 1."""
         return self.low > 1 or self.high < 1
 
@@ -66,7 +66,8 @@ class Comparison:
         mean: Mean seconds of a steady step; a few long steps do change it.
         phases: Mean seconds of a steady step by phase; they add up to `mean` on each side.
         memory, gpu_memory: Peaks in bytes; 0 if not measured.
-        came, went: Findings of the later run only, and of the earlier run only; `stayed`: pairs of the others.
+        new_findings, resolved_findings: Findings of the later run only, and of the earlier run only.
+        remaining_findings: Pairs (earlier, later) of the findings that both runs have.
         differences: Other differences between the runs: machine, versions, command.
         limits: Sentences on what this comparison cannot tell.
     """
@@ -78,9 +79,9 @@ class Comparison:
     phases: dict[str, Change] = field(default_factory=dict)
     memory: Change = field(default_factory=lambda: Change(0, 0))
     gpu_memory: Change = field(default_factory=lambda: Change(0, 0))
-    came: tuple[Finding, ...] = ()
-    went: tuple[Finding, ...] = ()
-    stayed: tuple[tuple[Finding, Finding], ...] = ()
+    new_findings: tuple[Finding, ...] = ()
+    resolved_findings: tuple[Finding, ...] = ()
+    remaining_findings: tuple[tuple[Finding, Finding], ...] = ()
     differences: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
 
@@ -109,9 +110,11 @@ class Comparison:
             "phases": {name: _change(change) for name, change in self.phases.items()},
             "peak_memory_bytes": _change(self.memory),
             "peak_gpu_bytes": _change(self.gpu_memory),
-            "findings_came": [dataclasses.asdict(finding) for finding in self.came],
-            "findings_went": [dataclasses.asdict(finding) for finding in self.went],
-            "findings_stayed": [[dataclasses.asdict(old), dataclasses.asdict(new)] for old, new in self.stayed],
+            "findings_came": [dataclasses.asdict(finding) for finding in self.new_findings],
+            "findings_went": [dataclasses.asdict(finding) for finding in self.resolved_findings],
+            "findings_stayed": [
+                [dataclasses.asdict(old), dataclasses.asdict(new)] for old, new in self.remaining_findings
+            ],
             "differences": list(self.differences),
             "limits": list(self.limits),
         }
@@ -126,7 +129,7 @@ def compare(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> Comparis
         after: Likewise.
     """
     earlier, later = _middle_run(before), _middle_run(after)
-    came, went, stayed = _match_findings(earlier.findings, later.findings)
+    new, resolved, remaining = _match_findings(earlier.findings, later.findings)
     old_blocks, new_blocks = ([list(filter(_amount, run.blocks)) for run in runs] for runs in (before, after))
     names = dict.fromkeys([*PHASES, *earlier.phases, *later.phases])
     phases = {name: Change(*(_amount(run.phases.get(name)) for run in (earlier, later))) for name in names}
@@ -138,9 +141,9 @@ def compare(before: Sequence[Diagnosis], after: Sequence[Diagnosis]) -> Comparis
         {name: change for name, change in phases.items() if change.before > 0 or change.after > 0},
         Change(earlier.peak_memory_bytes, later.peak_memory_bytes),
         Change(earlier.peak_gpu_bytes or 0, later.peak_gpu_bytes or 0),
-        tuple(came),
-        tuple(went),
-        tuple(stayed),
+        tuple(new),
+        tuple(resolved),
+        tuple(remaining),
         tuple(_differences(earlier, later)),
         tuple(_limits(before, after)),
     )
@@ -165,25 +168,25 @@ def _typical(runs: Sequence[Sequence[float]]) -> float:
 
 
 def interval(
-    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], of: Callable[[Sequence[float]], float]
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], statistic: Callable[[Sequence[float]], float]
 ) -> tuple[float, float]:
-    """Return the ends of the 95 % interval of of(after) / of(before), by bootstrap over runs and their stretches.
+    """Return the ends of the 95 % interval of statistic(after) / statistic(before).
 
-    Neighbouring stretches are correlated (a slow disk, other load), so they are resampled in rows of consecutive
-    stretches (moving blocks, Kuensch 1989); resampling single stretches would give too narrow an interval. NaN if a run
-    has fewer than eight stretches.
+    It is a bootstrap over runs and their stretches. Neighbouring stretches are correlated (a slow disk, other load), so
+    they are resampled in rows of consecutive stretches (moving blocks, Kuensch 1989); resampling single stretches would
+    give too narrow an interval. NaN if a run has fewer than eight stretches.
 
     Args:
         before: For each run, the mean step seconds of its stretches.
         after: Likewise.
-        of: The statistic to compare: the median or the mean.
+        statistic: The statistic to compare: the median or the mean.
     """
     if any(len(run) < _FEWEST_BLOCKS for run in (*before, *after)):
         return math.nan, math.nan
     rng = random.Random(0)  # fixed seed: the same files always give the same verdict
 
     def resampled(runs: Sequence[Sequence[float]]) -> float:
-        return statistics.fmean([of(_moving_blocks(run, rng)) for run in rng.choices(runs, k=len(runs))])
+        return statistics.fmean([statistic(_moving_blocks(run, rng)) for run in rng.choices(runs, k=len(runs))])
 
     ratios = sorted(resampled(after) / resampled(before) for _ in range(_RESAMPLES))
     return ratios[int(0.025 * _RESAMPLES)], ratios[int(0.975 * _RESAMPLES)]
@@ -199,22 +202,22 @@ def _moving_blocks(blocks: Sequence[float], rng: random.Random) -> list[float]:
 def _match_findings(
     before: Sequence[Finding], after: Sequence[Finding]
 ) -> tuple[list[Finding], list[Finding], list[tuple[Finding, Finding]]]:
-    """Return the findings that came, went and stayed.
+    """Return the new, the resolved and the remaining findings.
 
-    A finding stayed if the earlier run has one of the same rule in the same file; of several, the one with the nearest
+    A finding remains if the earlier run has one of the same rule in the same file; of several, the one with the nearest
     line is its pair.
     """
     unmatched = list(before)
-    came, stayed = [], []
+    new, remaining = [], []
     for finding in after:
         same = [other for other in unmatched if _key(other) == _key(finding)]
         if not same:
-            came.append(finding)
+            new.append(finding)
             continue
         nearest = min(same, key=lambda other: abs(other.line - finding.line))
         unmatched.remove(nearest)
-        stayed.append((nearest, finding))
-    return came, unmatched, stayed
+        remaining.append((nearest, finding))
+    return new, unmatched, remaining
 
 
 def _key(finding: Finding) -> tuple[str, str]:
@@ -224,19 +227,19 @@ def _key(finding: Finding) -> tuple[str, str]:
 
 def _differences(before: Diagnosis, after: Diagnosis) -> list[str]:
     """Return a sentence per difference of command, versions and machine; unknown values are not compared."""
-    machine, other = before.ran_on, after.ran_on
+    earlier_machine, later_machine = before.ran_on, after.ran_on
     pairs: list[tuple[str, object, object]] = [
         ("command", " ".join(before.command), " ".join(after.command)),
         ("torch", before.torch, after.torch),
         ("hasten", before.hasten, after.hasten),
     ]
-    if machine is not None and other is not None:
+    if earlier_machine is not None and later_machine is not None:
         pairs += [
-            ("processor", machine.cpu, other.cpu),
-            ("cores", machine.cores, other.cores),
-            ("memory", machine.memory_bytes >> 20, other.memory_bytes >> 20),
-            ("GPUs", ", ".join(machine.gpus) or "none", ", ".join(other.gpus) or "none"),
-            ("Python", machine.python, other.python),
+            ("processor", earlier_machine.cpu, later_machine.cpu),
+            ("cores", earlier_machine.cores, later_machine.cores),
+            ("memory", earlier_machine.memory_bytes >> 20, later_machine.memory_bytes >> 20),
+            ("GPUs", ", ".join(earlier_machine.gpus) or "none", ", ".join(later_machine.gpus) or "none"),
+            ("Python", earlier_machine.python, later_machine.python),
         ]
     return [f"another {name}: {old} -> {new}" for name, old, new in pairs if old and new and old != new]
 

@@ -17,17 +17,17 @@ from hasten.doctor.verdict.measure_cases import (
     Case,
     Group,
     Job,
-    aims,
     attention_shape,
     case_of,
     groups,
+    preferred_multiples,
     type_of,
 )
 from hasten.evidence import Evidence, OptimizerFacts, Phase
 from hasten.evidence.weigh import COMPUTE, on_gpu, seconds_of, share_of, size_of, steady_seconds
 
 PRODUCTS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
-_MANY = 3  # groups of layers to try for one finding
+_MOST_GROUPS = 3  # groups of layers to try for one finding
 _LONG = 0.06  # seconds of a layer's forward and backward from which it is tried on fewer samples
 _BF16 = frozenset({"avx512_bf16", "amx_bf16"})  # CPU flags; without one, bfloat16 is emulated and slower
 
@@ -42,22 +42,26 @@ def jobs(evidence: Evidence) -> list[Job]:
 
 def _job(finding: str, change: str, group: Group, before: Case, after: Case, detail: str = "") -> Job:
     """Return a job for a group of layers; if one call takes long, it runs on a part of the batch only."""
-    more = f" and {group.others} like it" if group.others else ""
+    suffix = f" and {group.others} like it" if group.others else ""
     what = f"{size_of(group.layer)}: {change}"
-    times = 1.0
+    time_factor = 1.0
     if group.seconds / group.calls > _LONG and before.shape[0] > 1:
         full = before.shape[0]
-        few = max(1, int(full * _LONG * group.calls / group.seconds))
-        few = few - few % 8 or few  # a multiple of 8, so that the smaller batch does not itself get slower kernels
-        times = full / few
-        before = dataclasses.replace(before, shape=(few, *before.shape[1:]))
-        after = dataclasses.replace(after, shape=(few, *after.shape[1:]))
-    return Job(finding, what, before, after, f"{group.layer.path}{more}", group.calls, detail, times=times)
+        reduced = max(1, int(full * _LONG * group.calls / group.seconds))
+        reduced = (
+            reduced - reduced % 8 or reduced
+        )  # a multiple of 8, so that the smaller batch does not itself get slower kernels
+        time_factor = full / reduced
+        before = dataclasses.replace(before, shape=(reduced, *before.shape[1:]))
+        after = dataclasses.replace(after, shape=(reduced, *after.shape[1:]))
+    return Job(
+        finding, what, before, after, f"{group.layer.path}{suffix}", group.calls, detail, time_factor=time_factor
+    )
 
 
 def _double(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that compute float64 layers in float32."""
-    for group in groups(evidence, PRODUCTS)[:_MANY]:
+    for group in groups(evidence, PRODUCTS)[:_MOST_GROUPS]:
         if type_of(evidence, group.layer) == "float64":
             before = case_of(evidence, group.layer)
             after = dataclasses.replace(before, dtype="float32")
@@ -71,7 +75,7 @@ def _precision(evidence: Evidence) -> Iterator[Job]:
     if not gpu and not _BF16 & set(machine.cpu_flags):
         return
     narrow = "bfloat16" if not gpu or evidence.flags.bf16 else "float16"
-    for group in groups(evidence, PRODUCTS)[:_MANY]:
+    for group in groups(evidence, PRODUCTS)[:_MOST_GROUPS]:
         if type_of(evidence, group.layer) != "float32" or group.layer.dtype not in ("float32", ""):
             continue
         before = case_of(evidence, group.layer)
@@ -84,7 +88,7 @@ def _precision(evidence: Evidence) -> Iterator[Job]:
 
 def _channels(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that lay out 2-D convolutions in the channels-last memory format, with their BatchNorm if any."""
-    for group in groups(evidence, frozenset({"Conv2d"}))[: _MANY + 1]:
+    for group in groups(evidence, frozenset({"Conv2d"}))[: _MOST_GROUPS + 1]:
         if group.layer.channels_last or len(group.layer.shape) != 4:
             continue
         norm = "BatchNorm2d" if norm_of(evidence, group.layer).startswith("BatchNorm") else ""
@@ -97,7 +101,7 @@ def _switches(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that let cuDNN benchmark its kernels for a convolution."""
     if not on_gpu(evidence) or evidence.flags.cudnn_benchmark or evidence.flags.deterministic:
         return
-    for group in groups(evidence, PRODUCTS - {"Linear"})[:_MANY]:
+    for group in groups(evidence, PRODUCTS - {"Linear"})[:_MOST_GROUPS]:
         before = case_of(evidence, group.layer)
         after = dataclasses.replace(before, cudnn_benchmark=True)
         yield _job("cudnn_benchmark_off", "cuDNN's fastest kernel", group, before, after)
@@ -106,24 +110,26 @@ def _switches(evidence: Evidence) -> Iterator[Job]:
 def _odd_sizes(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that round a layer's size up to a multiple that the device computes faster.
 
-    The first two sizes are tried with every multiple of `aims`, later ones with the smallest only, to save time. Sizes
-    that would grow by more than 13 % are not tried.
+    The first two sizes are tried with every multiple of `preferred_multiples`, later ones with the smallest only, to
+    save time. Sizes that would grow by more than 13 % are not tried.
     """
-    kinds = PRODUCTS | {"Embedding", "LSTM", "GRU"}
-    odd = 0
-    for group in groups(evidence, kinds):
+    layer_kinds = PRODUCTS | {"Embedding", "LSTM", "GRU"}
+    sizes_tried = 0
+    for group in groups(evidence, layer_kinds):
         layer = group.layer
         for name in ("out_features", "in_features", "out_channels", "in_channels", "hidden_size", "num_embeddings"):
-            size, targets = layer.sizes.get(name, 0), aims(evidence, type_of(evidence, layer))
-            if size < 32 or size % targets[0] == 0 or layer.sizes.get("groups", 1) > 1:
+            size, multiples = layer.sizes.get(name, 0), preferred_multiples(evidence, type_of(evidence, layer))
+            if size < 32 or size % multiples[0] == 0 or layer.sizes.get("groups", 1) > 1:
                 continue
-            odd += 1
-            rounded = dict.fromkeys(-(-size // aim) * aim for aim in (targets if odd <= 2 else targets[:1]))
-            for wanted in [larger for larger in rounded if larger <= 1.13 * size]:
+            sizes_tried += 1
+            rounded = dict.fromkeys(
+                -(-size // multiple) * multiple for multiple in (multiples if sizes_tried <= 2 else multiples[:1])
+            )
+            for new_size in [larger for larger in rounded if larger <= 1.13 * size]:
                 before = case_of(evidence, layer)
-                change = f"{name} {size} -> {wanted}"
-                yield _job("odd_sizes", change, group, before, _resized(before, name, wanted), f"{name}={wanted}")
-        if odd >= _MANY:
+                change = f"{name} {size} -> {new_size}"
+                yield _job("odd_sizes", change, group, before, _resized(before, name, new_size), f"{name}={new_size}")
+        if sizes_tried >= _MOST_GROUPS:
             return
 
 
@@ -140,22 +146,22 @@ def _resized(case: Case, name: str, size: int) -> Case:
 def _batch(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that round the batch size to the nearest multiple of 8, for the costliest layers.
 
-    A smaller batch is compared per sample (`scale`). A larger batch is not: it must take no more time than the smaller
-    batch as a whole, since per sample any larger batch tends to look faster.
+    A smaller batch is compared per sample (`after_factor`). A larger batch is not: it must take no more time than the
+    smaller batch as a whole, since per sample any larger batch tends to look faster.
     """
     loader = evidence.train_loader
     size = loader.batch_size if loader else None
     if not size or size < 16 or size % 8 == 0:
         return
-    near = size - size % 8 if size % 8 <= 4 else size + 8 - size % 8
-    for group in groups(evidence, PRODUCTS)[:_MANY]:
+    rounded_size = size - size % 8 if size % 8 <= 4 else size + 8 - size % 8
+    for group in groups(evidence, PRODUCTS)[:_MOST_GROUPS]:
         layer = group.layer
         if layer.shape[0] != size or group.seconds > _LONG * group.calls:
             continue
         before = case_of(evidence, layer)
-        after = dataclasses.replace(before, shape=(near, *layer.shape[1:]))
-        job = _job("odd_sizes", f"batch {size} -> {near}", group, before, after, f"batch_size={near}")
-        yield dataclasses.replace(job, scale=max(1.0, size / near))
+        after = dataclasses.replace(before, shape=(rounded_size, *layer.shape[1:]))
+        job = _job("odd_sizes", f"batch {size} -> {rounded_size}", group, before, after, f"batch_size={rounded_size}")
+        yield dataclasses.replace(job, after_factor=max(1.0, size / rounded_size))
 
 
 def _bias(evidence: Evidence) -> Iterator[Job]:
@@ -187,16 +193,16 @@ def _optimizers(evidence: Evidence) -> Iterator[Job]:
 
 def _options(optimizer: OptimizerFacts) -> dict[str, bool | float]:
     """Return the options that change how much an optimizer computes; values kept as text are left out."""
-    names = ("momentum", "weight_decay", "amsgrad", "nesterov")
-    return {name: value for name in names if not isinstance(value := optimizer.options.get(name, ""), str)}
+    relevant = ("momentum", "weight_decay", "amsgrad", "nesterov")
+    return {name: value for name in relevant if not isinstance(value := optimizer.options.get(name, ""), str)}
 
 
 def _shapes(optimizer: OptimizerFacts) -> tuple[tuple[int, ...], ...]:
     """Return the parameters' shapes; above 12 million numbers only every n-th, to limit the trial's time and memory."""
-    every = 1
-    while sum(map(math.prod, optimizer.shapes[::every])) > 12_000_000 and every < len(optimizer.shapes):
-        every += 1
-    return optimizer.shapes[::every]
+    stride = 1
+    while sum(map(math.prod, optimizer.shapes[::stride])) > 12_000_000 and stride < len(optimizer.shapes):
+        stride += 1
+    return optimizer.shapes[::stride]
 
 
 def _attention(evidence: Evidence) -> Iterator[Job]:
@@ -215,7 +221,7 @@ def _attention(evidence: Evidence) -> Iterator[Job]:
 
 def _tools(evidence: Evidence) -> Iterator[Job]:
     """Yield jobs that time the cost of a debug tool per operator, and of an operator that computes almost nothing."""
-    tiny, times = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
+    tiny, time_factor = Case("tiny", shape=(8, 8)), 1 / TINY_OPERATORS
     calls = evidence.sampled.calls if evidence.sampled else 0.0
     if evidence.flags.anomaly or evidence.events_of("anomaly"):
         before = dataclasses.replace(tiny, anomaly=True)
@@ -226,13 +232,21 @@ def _tools(evidence: Evidence) -> Iterator[Job]:
             tiny,
             "anomaly",
             calls,
-            times=times,
+            time_factor=time_factor,
         )
     if evidence.flags.profiler or evidence.events_of("profiler"):
         before = dataclasses.replace(tiny, profiler=True)
-        yield Job("debug_tools_on", "an operator without the profiler", before, tiny, "profiler", calls, times=times)
+        yield Job(
+            "debug_tools_on",
+            "an operator without the profiler",
+            before,
+            tiny,
+            "profiler",
+            calls,
+            time_factor=time_factor,
+        )
     compute = seconds_of(evidence, *COMPUTE)
     # Before and after are the same case: the finding only needs the seconds of such an operator. A step with longer
     # operators on average cannot spend much of its time on starting them.
     if calls and compute / calls < 40e-6:
-        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, times=times)
+        yield Job("launch_bound", "an operator on 64 numbers", tiny, tiny, "", calls, time_factor=time_factor)

@@ -20,7 +20,7 @@ STAGE_WORDS = {
 STAGES = tuple(STAGE_WORDS)
 _AS_GOOD = 1.1  # ratio of two speeds up to which they count as equal, within the noise of a benchmark
 _CROWDED = 0.3  # number of cores kept busy by other processes, above which a detail says so
-_MUCH = 0.1  # share of a sample's or a worker's time from which a remark mentions it
+_NOTABLE = 0.1  # share of a sample's or a worker's time from which a remark mentions it
 
 
 def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
@@ -39,16 +39,16 @@ def loader_verdict(evidence: Evidence, bench: LoaderBench) -> Verdict:
 
 def title(bench: LoaderBench) -> str:
     """Return the result of the benchmark in one line: the best number of workers, its speed and the costliest stage."""
-    best, none = bench.best, bench.rate_of(0)
+    best, no_workers = bench.best, bench.rate_of(0)
     if best is None:
         failure = next((f"{rate.error}{_place(rate.where)}" for rate in bench.rates), "nothing was measured")
         return f"the loader returns no batches: {failure}"
     parts = []
-    if none is None or best is none:
-        parts.append("no number of workers does better than none" if none and len(bench.measured) > 1 else "")
-    elif none.samples_per_s > 0:
-        ratio = words.times(best.samples_per_s / none.samples_per_s)
-        parts.append(f"{_workers(best.workers)} {_give(best.workers)} {ratio} of what 0 give")
+    if no_workers is None or best is no_workers:
+        parts.append("no number of workers does better than none" if no_workers and len(bench.measured) > 1 else "")
+    elif no_workers.samples_per_s > 0:
+        ratio = words.times(best.samples_per_s / no_workers.samples_per_s)
+        parts.append(f"{_workers(best.workers)} {_gives(best.workers)} {ratio} of what 0 give")
     parts.append(f"the loader alone can feed {speed(best.samples_per_s)}")
     if bench.stages is not None and bench.stages.seconds > 0:
         most = max(STAGES, key=bench.stages.by_name.__getitem__)
@@ -59,18 +59,25 @@ def title(bench: LoaderBench) -> str:
 
 def remarks(bench: LoaderBench) -> list[str]:
     """Return the other conclusions from the benchmark, most important first."""
-    return [*_failures(bench), *_own(bench), *_training(bench), *_starts(bench), *_python(bench), *bench.notes]
+    return [
+        *_failures(bench),
+        *_compare_own(bench),
+        *_training(bench),
+        *_starts(bench),
+        *_python(bench),
+        *bench.notes,
+    ]
 
 
 def _crowded(evidence: Evidence) -> list[str]:
     """Return a sentence if other processes kept the machine busy during the benchmark."""
-    own = [cores for cores in evidence.used.cpu if math.isfinite(cores)]
-    if not own:
+    training_cores = [cores for cores in evidence.used.cpu if math.isfinite(cores)]
+    if not training_cores:
         return []
-    others = sum(evidence.used.cores) - statistics.fmean(own)
-    if others <= _CROWDED:
+    other_cores = sum(evidence.used.cores) - statistics.fmean(training_cores)
+    if other_cores <= _CROWDED:
         return []
-    busy = f"other processes kept {others:.1f} of this machine's {evidence.machine.cores} cores busy meanwhile"
+    busy = f"other processes kept {other_cores:.1f} of this machine's {evidence.machine.cores} cores busy meanwhile"
     return [f"{busy}: on an idle one the figures are higher, and more workers help more"]
 
 
@@ -111,16 +118,18 @@ def _failures(bench: LoaderBench) -> list[str]:
     ]
 
 
-def _own(bench: LoaderBench) -> list[str]:
+def _compare_own(bench: LoaderBench) -> list[str]:
     """Compare the script's own number of workers with the best."""
-    best, own = bench.best, bench.rate_of(bench.loader.num_workers)
-    if best is None or own is None or len(bench.measured) == 1:
+    best, own_rate = bench.best, bench.rate_of(bench.loader.num_workers)
+    if best is None or own_rate is None or len(bench.measured) == 1:
         return []
-    yours = f"the script's own {_workers(own.workers)} {_give(own.workers)} {speed(own.samples_per_s)}"
-    if best is own or own.samples_per_s * _AS_GOOD >= best.samples_per_s:
-        fewer = best.workers < own.workers
+    yours = f"the script's own {_workers(own_rate.workers)} {_gives(own_rate.workers)} {speed(own_rate.samples_per_s)}"
+    if best is own_rate or own_rate.samples_per_s * _AS_GOOD >= best.samples_per_s:
+        fewer = best.workers < own_rate.workers
         return [f"{yours}: {f'{_workers(best.workers)} would do' if fewer else 'as good as any'}"]
-    return [f"{yours}: num_workers={best.workers} gives {words.times(best.samples_per_s / own.samples_per_s)} of that"]
+    return [
+        f"{yours}: num_workers={best.workers} gives {words.times(best.samples_per_s / own_rate.samples_per_s)} of that"
+    ]
 
 
 def _training(bench: LoaderBench) -> list[str]:
@@ -133,7 +142,7 @@ def _training(bench: LoaderBench) -> list[str]:
         f"{words.percent(took.waited)} of its step for data"
     )
     alone = bench.rate_of(took.workers)
-    if took.waited < _MUCH / 2:
+    if took.waited < _NOTABLE / 2:
         return [f"{sentence}: the loader does not hold it up"]
     if alone is None:
         return [sentence]
@@ -147,13 +156,15 @@ def _training(bench: LoaderBench) -> list[str]:
 
 def _starts(bench: LoaderBench) -> list[str]:
     """Return the wait for the first batch of each epoch, and what persistent workers would make of it."""
-    loader, own = bench.loader, bench.rate_of(bench.loader.num_workers)
-    if own is None or not loader.num_workers:
+    loader, own_rate = bench.loader, bench.rate_of(bench.loader.num_workers)
+    if own_rate is None or not loader.num_workers:
         return []
-    resumed = words.duration(own.epoch_start)
-    if loader.persistent_workers or own.epoch_start is None:
-        return [f"an epoch's first batch comes after {resumed if own.epoch_start else words.duration(own.first_batch)}"]
-    wait, cure = words.duration(own.first_batch), "persistent_workers=True"
+    resumed = words.duration(own_rate.epoch_start)
+    if loader.persistent_workers or own_rate.epoch_start is None:
+        return [
+            f"an epoch's first batch comes after {resumed if own_rate.epoch_start else words.duration(own_rate.first_batch)}"
+        ]
+    wait, cure = words.duration(own_rate.first_batch), "persistent_workers=True"
     return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {resumed}"]
 
 
@@ -161,10 +172,10 @@ def _python(bench: LoaderBench) -> list[str]:
     """Return sentences if pure Python, or passing batches on, takes much of a worker's time."""
     stages = bench.stages
     sentences = []
-    if stages is not None and stages.python >= _MUCH:
+    if stages is not None and stages.python >= _NOTABLE:
         place = f", most of it in {words.clean(stages.hottest)}" if stages.hottest else ""
         sentences.append(f"{words.percent(stages.python)} of a sample's time is the dataset's own pure Python{place}")
-    if stages is not None and stages.copies >= _MUCH:
+    if stages is not None and stages.copies >= _NOTABLE:
         sentences.append(f"{words.percent(stages.copies)} of a worker's time goes into passing batches on")
     return sentences
 
@@ -178,7 +189,7 @@ def _workers(number: int) -> str:
     return words.count(number, "worker")
 
 
-def _give(number: int) -> str:
+def _gives(number: int) -> str:
     return "gives" if number == 1 else "give"
 
 

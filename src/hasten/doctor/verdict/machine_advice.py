@@ -12,7 +12,7 @@ from hasten.evidence.weigh import process_peak
 
 _ENOUGH = 4  # samples in the steady steps; with fewer there is no advice
 _IDLE = 0.5  # share of the cores below which a smaller machine is suggested
-_MUCH_MEMORY = 8 * 2**30  # bytes; no advice on memory for smaller machines
+_LEAST_MEMORY = 8 * 2**30  # bytes; no advice on memory for smaller machines
 
 
 def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
@@ -26,29 +26,29 @@ def advice(evidence: Evidence, phases: Mapping[str, float]) -> tuple[str, ...]:
     if use is None or use.samples < _ENOUGH:
         return ()
     step = sum(phases.values())
-    waits = phases.get("data", 0.0) / step if step > 0 else 0.0
-    sentences = [*_cores(evidence, use, waits), *_ratios(use), *_memory(evidence)]
+    wait_share = phases.get("data", 0.0) / step if step > 0 else 0.0
+    sentences = [*_cores(evidence, use, wait_share), *_ratios(use), *_memory(evidence)]
     for gpu in evidence.used.gpus:
         sentences += _gpu(gpu)
     return tuple(sentences)
 
 
-def _cores(evidence: Evidence, use: SteadyUse, waits: float) -> list[str]:
+def _cores(evidence: Evidence, use: SteadyUse, wait_share: float) -> list[str]:
     """Return sentences on the number of cores.
 
     Args:
         evidence: The run's evidence.
         use: Use of the machine in the steady steps.
-        waits: Share of the step that waits for data, 0 to 1.
+        wait_share: Share of the step that waits for data, 0 to 1.
     """
     cores, sentences = evidence.machine.cores, []
     # Other processes competed for the cores, so the training may have used fewer than it could.
     crowded = use.others >= 0.25 * cores
     idle = use.cpu < _IDLE * cores and not crowded
-    if use.worker_count >= 1 and waits < 0.1:
+    if use.worker_count >= 1 and wait_share < 0.1:
         sentences.append(
             f"more cores would not help loading: the loader's {use.worker_count:.0f} workers used "
-            f"{use.workers:.1f} of {cores} cores and the step waits {percent(waits)} of its time for them"
+            f"{use.workers:.1f} of {cores} cores and the step waits {percent(wait_share)} of its time for them"
         )
     if idle and cores >= 2:
         need = max(1, math.ceil(use.high_cpu * 1.1))  # the highest use but for 5 % of the samples, and 10 % in reserve
@@ -74,20 +74,22 @@ def _ratios(use: SteadyUse) -> list[str]:
 
 def _memory(evidence: Evidence) -> list[str]:
     """Return a sentence if the run used little or nearly all of the memory."""
-    peak, there = process_peak(evidence), evidence.machine.memory_bytes
-    if there < _MUCH_MEMORY or peak <= 0:
+    peak, available = process_peak(evidence), evidence.machine.memory_bytes
+    if available < _LEAST_MEMORY or peak <= 0:
         return []
-    if peak < 0.25 * there:
-        return [f"a quarter of the memory suffices: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"]
-    return [f"more memory is called for: it took {peak / 2**30:.1f} of {there / 2**30:.0f} GiB"] * (peak > 0.9 * there)
+    if peak < 0.25 * available:
+        return [f"a quarter of the memory suffices: it took {peak / 2**30:.1f} of {available / 2**30:.0f} GiB"]
+    return [f"more memory is called for: it took {peak / 2**30:.1f} of {available / 2**30:.0f} GiB"] * (
+        peak > 0.9 * available
+    )
 
 
 def _gpu(gpu: GpuUse) -> list[str]:
     """Return sentences on a GPU's memory, and on throttling."""
     sentences = []
     if gpu.memory and gpu.memory_total and max(gpu.memory) < 0.4 * gpu.memory_total:
-        took, there = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
-        sentences.append(f"a GPU with less memory suffices: {took:.1f} of {there:.0f} GiB of {gpu.name} were used")
+        took, available = max(gpu.memory) / 2**30, gpu.memory_total / 2**30
+        sentences.append(f"a GPU with less memory suffices: {took:.1f} of {available:.0f} GiB of {gpu.name} were used")
     if gpu.throttled:
         sentences.append(f"{gpu.name} was held back: {', '.join(gpu.throttled)}")
     return sentences

@@ -39,18 +39,18 @@ def measure(evidence: Evidence, seconds: float = SECONDS) -> tuple[Measurement, 
         One measurement per change, including failed ones (`failed` says why); empty if nothing is worth trying. Never
         raises.
     """
-    return in_turn(jobs(evidence), "cuda" if on_gpu(evidence) else "cpu", evidence.flags.threads, seconds)
+    return run_jobs(jobs(evidence), "cuda" if on_gpu(evidence) else "cpu", evidence.flags.threads, seconds)
 
 
-def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) -> tuple[Measurement, ...]:
+def run_jobs(requested: Sequence[Job], device: str, threads: int, seconds: float) -> tuple[Measurement, ...]:
     """Run jobs in a separate process, one after the other; as `measure`, never raises."""
-    if not wanted:
+    if not requested:
         return ()
     request = {
         "device": device,
         "threads": threads,
         "seconds": seconds,
-        "jobs": [dataclasses.asdict(job) for job in wanted],
+        "jobs": [dataclasses.asdict(job) for job in requested],
     }
     # hasten's settings for the training, such as its taps, must not reach this process. Whether glibc returns freed
     # memory to the kernel depends on the neighbouring allocations of the training, which a trial cannot reproduce. So
@@ -68,16 +68,16 @@ def in_turn(wanted: Sequence[Job], device: str, threads: int, seconds: float) ->
             check=False,
         )
         if process.returncode:
-            return _failed(wanted, (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+            return _failed(requested, (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
         # The last line only: libraries may print to standard output while they are imported.
         return tuple(Measurement(**fields) for fields in json.loads(process.stdout.splitlines()[-1]))
     except KeyboardInterrupt:  # Ctrl-C ends the benchmarks only: the diagnosis follows without them
-        return _failed(wanted, INTERRUPTED)
+        return _failed(requested, INTERRUPTED)
     except subprocess.TimeoutExpired:
-        return _failed(wanted, f"took longer than {seconds + 60.0:.0f} s")
+        return _failed(requested, f"took longer than {seconds + 60.0:.0f} s")
     except (OSError, ValueError, TypeError, LookupError) as error:  # the diagnosis must not fail for want of benchmarks
-        return _failed(wanted, f"{type(error).__name__}: {error}")
+        return _failed(requested, f"{type(error).__name__}: {error}")
 
 
-def _failed(wanted: Sequence[Job], why: str) -> tuple[Measurement, ...]:
-    return tuple(Measurement(job.finding, job.what, job.where, calls=job.calls, failed=why) for job in wanted)
+def _failed(requested: Sequence[Job], reason: str) -> tuple[Measurement, ...]:
+    return tuple(Measurement(job.finding, job.what, job.where, calls=job.calls, failed=reason) for job in requested)

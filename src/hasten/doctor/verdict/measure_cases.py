@@ -58,9 +58,9 @@ class Job:
     Attributes:
         finding, what, where, calls, detail: As in `Measurement`.
         before, after: The cases to time.
-        scale: Factor for the seconds of `after`, more than 1 if it does less work than `before`.
-        times: Number of timed calls that correspond to one call in the run: more than 1 if only a part of the batch is
-            timed, less than 1 if one timed call runs many operators.
+        after_factor: Factor for the seconds of `after`, more than 1 if it does less work than `before`.
+        time_factor: Factor for the seconds of both, from the timed call to one call in the run: more than 1 if only a
+            part of the batch is timed, less than 1 if one timed call runs many operators.
     """
 
     finding: str
@@ -70,8 +70,8 @@ class Job:
     where: str = ""
     calls: float = 1.0
     detail: str = ""
-    scale: float = 1.0
-    times: float = 1.0
+    after_factor: float = 1.0
+    time_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def groups(evidence: Evidence, kinds: frozenset[str]) -> list[Group]:
 
     Groups that were timed and take less than 1 % of the step are left out, since no change to them can matter.
     """
-    alike: dict[object, list[Layer]] = {}
+    identical: dict[object, list[Layer]] = {}
     for layer in evidence.layers:
         if layer.kind in kinds and _complete(layer):
             key = (layer.kind, tuple(layer.sizes.items()), layer.shape, layer.bias, bool(layer.normed_by))
-            alike.setdefault(key, []).append(layer)
+            identical.setdefault(key, []).append(layer)
     matching = []
-    for layers in alike.values():
+    for layers in identical.values():
         # Only forwards are timed; a backward takes about twice as long, with two matrix products for the forward's one.
         seconds = 3 * sum(layer.seconds for layer in layers)
         if not seconds or share_of(evidence, seconds) >= 0.01:
@@ -107,7 +107,7 @@ def groups(evidence: Evidence, kinds: frozenset[str]) -> list[Group]:
     return sorted(matching, key=lambda group: (-group.seconds, -_work(group.layer)))
 
 
-def aims(evidence: Evidence, dtype: str) -> tuple[int, ...]:
+def preferred_multiples(evidence: Evidence, dtype: str) -> tuple[int, ...]:
     """Return the multiples that sizes should be rounded to on this device and in this dtype, the smallest first.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, table 1: tensor cores need multiples of 16 bytes, and
@@ -168,9 +168,9 @@ def attention_shape(detail: str, layers: Sequence[Layer] = ()) -> tuple[int, ...
     linear = [
         layer for layer in layers if layer.kind == "Linear" and layer.sizes.get("in_features", 1) % scores[1] == 0
     ]
-    under = [layer for layer in linear if path and layer.path.startswith(f"{path}.")]
-    beside = [layer for layer in linear if layer.shape[:-1] == (scores[0], scores[2])]
-    width = (under or beside)[0].sizes["in_features"] // scores[1] if under or beside else 64
+    in_module = [layer for layer in linear if path and layer.path.startswith(f"{path}.")]
+    same_batch = [layer for layer in linear if layer.shape[:-1] == (scores[0], scores[2])]
+    width = (in_module or same_batch)[0].sizes["in_features"] // scores[1] if in_module or same_batch else 64
     return (*scores[:3], width)
 
 

@@ -20,12 +20,10 @@ from typing import Any
 from hasten.doctor.verdict.measure_cases import NO_TIME, TINY_OPERATORS, Case, Job
 from hasten.evidence import Measurement
 
-_TURN = 0.004  # least seconds of a turn
-_MOST = 1.2  # most seconds of a job
-_TURNS, _FEW = (
-    25,
-    6,
-)  # most turns, and least turns unless they take too long; with fewer than 6 no result is significant
+_TURN_SECONDS = 0.004  # least seconds of a turn
+_MOST_SECONDS = 1.2  # most seconds of a job
+_MOST_TURNS = 25
+_FEWEST_TURNS = 6  # unless they take too long; with fewer than 6 no result is significant
 
 
 def main() -> None:
@@ -34,15 +32,17 @@ def main() -> None:
     from pydantic import TypeAdapter
 
     request = json.load(sys.stdin)
-    wanted = TypeAdapter(list[Job]).validate_python(request["jobs"])
+    jobs = TypeAdapter(list[Job]).validate_python(request["jobs"])
     if request["threads"]:
         torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
     measured = []
     ends = time.perf_counter() + request["seconds"]  # the import of torch, above, does not count
-    for index, job in enumerate(wanted):
-        left = ends - time.perf_counter()
-        limit = min(_MOST, left / (len(wanted) - index))  # time that a quick job saved goes to the jobs after it
+    for index, job in enumerate(jobs):
+        remaining = ends - time.perf_counter()
+        limit = min(
+            _MOST_SECONDS, remaining / (len(jobs) - index)
+        )  # time that a quick job saved goes to the jobs after it
         measured.append(dataclasses.asdict(_try(job, request["device"], limit)))
     json.dump(measured, sys.stdout)
     print()
@@ -50,19 +50,19 @@ def main() -> None:
 
 def _try(job: Job, device: str, limit: float) -> Measurement:
     """Time one job within about `limit` seconds; if it fails, return why."""
-    about = Measurement(job.finding, job.what, job.where, calls=job.calls, detail=job.detail)
+    result = Measurement(job.finding, job.what, job.where, calls=job.calls, detail=job.detail)
     if limit < 0.05:
-        return dataclasses.replace(about, failed=NO_TIME)
+        return dataclasses.replace(result, failed=NO_TIME)
     try:
         befores, afters = take_turns(job.before, job.after, device, limit)
     except Exception as error:  # torch may raise anything for these sizes or options: report it, go on with other jobs
-        return dataclasses.replace(about, failed=f"{type(error).__name__}: {error}".splitlines()[0])
-    afters = [seconds * job.scale for seconds in afters]
+        return dataclasses.replace(result, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+    afters = [seconds * job.after_factor for seconds in afters]
     wins = sum(after < before for before, after in zip(befores, afters, strict=True)) / len(befores)
     return dataclasses.replace(
-        about,
-        before=statistics.median(befores) * job.times,
-        after=statistics.median(afters) * job.times,
+        result,
+        before=statistics.median(befores) * job.time_factor,
+        after=statistics.median(afters) * job.time_factor,
         wins=wins,
         turns=len(befores),
     )
@@ -77,29 +77,29 @@ def take_turns(before: Case, after: Case, device: str, limit: float) -> tuple[li
     calls = [build(case, device) for case in (before, after)]
     repeats = 1
     for case, call in zip((before, after), calls, strict=True):
-        with switched(case):
+        with global_settings(case):
             call()  # warm-up: the first call allocates, and chooses kernels
             wait()
             single = -time.perf_counter()
             call()
             wait()
             single += time.perf_counter()
-        repeats = max(repeats, min(1000, math.ceil(_TURN / max(single, 1e-7))))
-    taken: tuple[list[float], list[float]] = ([], [])
-    began = time.perf_counter()
-    while len(taken[0]) < _TURNS:
-        elapsed = time.perf_counter() - began
-        if elapsed > limit and (len(taken[0]) >= _FEW or elapsed > 3 * limit):
+        repeats = max(repeats, min(1000, math.ceil(_TURN_SECONDS / max(single, 1e-7))))
+    turns: tuple[list[float], list[float]] = ([], [])
+    started = time.perf_counter()
+    while len(turns[0]) < _MOST_TURNS:
+        elapsed = time.perf_counter() - started
+        if elapsed > limit and (len(turns[0]) >= _FEWEST_TURNS or elapsed > 3 * limit):
             break
-        for case, call, seconds in zip((before, after), calls, taken, strict=True):
-            with switched(case):
+        for case, call, seconds in zip((before, after), calls, turns, strict=True):
+            with global_settings(case):
                 wait()
                 start = time.perf_counter()
                 for _ in range(repeats):
                     call()
                 wait()
                 seconds.append((time.perf_counter() - start) / repeats)
-    return taken
+    return turns
 
 
 def _waiter(device: str) -> Callable[[], None]:
@@ -110,16 +110,16 @@ def _waiter(device: str) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def switched(case: Case) -> Iterator[None]:
+def global_settings(case: Case) -> Iterator[None]:
     """Set the global settings of a case while it runs, and restore them."""
     import torch
 
     with contextlib.ExitStack() as stack:
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+        previous = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
         torch.set_float32_matmul_precision(case.matmul_precision)
         torch.backends.cudnn.benchmark = case.cudnn_benchmark
-        stack.callback(torch.set_float32_matmul_precision, before[0])
-        stack.callback(setattr, torch.backends.cudnn, "benchmark", before[1])
+        stack.callback(torch.set_float32_matmul_precision, previous[0])
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", previous[1])
         if case.anomaly:
             stack.enter_context(torch.autograd.set_detect_anomaly(True))
         if case.profiler:

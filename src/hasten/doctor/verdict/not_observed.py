@@ -14,18 +14,19 @@ _TURNS = 6  # with fewer turns no change is significant, however many it wins (`
 def unseen(evidence: Evidence) -> tuple[str, ...]:
     """Return sentences on what was not observed, the most important first."""
     return tuple(
-        line for line in (*_who_listened(evidence), *_gpu(evidence), *_machine(evidence), *_rest(evidence)) if line
+        line
+        for line in (*_who_listened(evidence), *_gpu(evidence), *_machine(evidence), *_other_limits(evidence))
+        if line
     )
 
 
 def _who_listened(evidence: Evidence) -> list[str]:
     """Say what the recorder of this run does not look at: only doctor profiles steps."""
-    by = {"run": "`hasten run`", "trainer": "the Trainer", "": "the Trainer", "trial": "a trial of `hasten tune`"}
-    who = by.get(evidence.listened)
-    if who is not None:
-        return [
-            f"lines, layers, inputs and use of the machine: {who} listens to steps only; `hasten doctor SCRIPT` looks"
-        ]
+    names = {"run": "`hasten run`", "trainer": "the Trainer", "": "the Trainer", "trial": "a trial of `hasten tune`"}
+    recorder = names.get(evidence.listened)
+    if recorder is not None:
+        subjects = "lines, layers, inputs and use of the machine"
+        return [f"{subjects}: {recorder} listens to steps only; `hasten doctor SCRIPT` looks"]
     sampled = evidence.sampled
     if not evidence.step_phases or evidence.listened == "live":
         return []
@@ -50,8 +51,10 @@ def _machine(evidence: Evidence) -> list[str]:
     if use is None and evidence.listened == "live":
         return ["use of the machine: it is sampled from now on, the steps shown are from before"]
     if use is None:
-        why = "its steady steps were over before a sample was taken" if evidence.use is not None else "none was taken"
-        return [f"use of the machine: {why}; more --steps show it"]
+        reason = (
+            "its steady steps were over before a sample was taken" if evidence.use is not None else "none was taken"
+        )
+        return [f"use of the machine: {reason}; more --steps show it"]
     if use.samples < _FEW_SAMPLES:
         return [
             f"use of the machine: only {use.samples} samples fell into the steady steps; more --steps show it better"
@@ -59,7 +62,7 @@ def _machine(evidence: Evidence) -> list[str]:
     return []
 
 
-def _rest(evidence: Evidence) -> list[str]:
+def _other_limits(evidence: Evidence) -> list[str]:
     lines = []
     if evidence.flags.distributed > 1:
         lines.append(f"ranks other than {evidence.rank} of {evidence.flags.distributed}: one is listened to")
@@ -69,8 +72,8 @@ def _rest(evidence: Evidence) -> list[str]:
         trial for trial in evidence.measured if trial.failed == NO_TIME or (not trial.failed and trial.turns < _TURNS)
     ]
     if hasty:
-        few = f"{len(hasty)} of {len(evidence.measured)}"
-        lines.append(f"what {few} changes would bring: this machine had no time to try them often enough")
+        untried = f"{len(hasty)} of {len(evidence.measured)}"
+        lines.append(f"what {untried} changes would bring: this machine had no time to try them often enough")
     use = steady_use(evidence)
     if evidence.measured and use is not None and not on_gpu(evidence) and use.others >= evidence.machine.cores / 2:
         lines.append(

@@ -80,12 +80,12 @@ def _gpu_is_full(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse
     """Return the verdict "gpu" if the GPU is busy, whatever the phases say; None otherwise."""
     if not on_gpu(evidence):
         return None
-    busy, bound, by = _gpu_busy(evidence, use)
+    busy, bound, unit = _gpu_busy(evidence, use)
     if busy is None or busy < bound:
         return None
     return Verdict(
         "gpu",
-        f"GPU-bound: the GPU computes {percent(busy)} {by}",
+        f"GPU-bound: the GPU computes {percent(busy)} {unit}",
         ("it gets faster by less work or cheaper work for the GPU: lower precision, fused kernels, a faster GPU",),
     )
 
@@ -97,14 +97,14 @@ def _gpu_waits(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse |
     answer.
     """
     computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
-    busy, _, by = _gpu_busy(evidence, use)
+    busy, _, unit = _gpu_busy(evidence, use)
     syncs = waits_for_gpu(evidence)
     per_step = sum(event.count for event in syncs) / max(1, evidence.steps)
     if busy is None:
         if evidence.device_clock:
             return Verdict("gpu", f"GPU-bound: computing takes {percent(computing)} of the step on the GPU's clock")
         return Verdict("gpu", f"computing on the GPU takes {percent(computing)} of the step", ("by the CPU's clock",))
-    idle = f"the GPU computes only {percent(busy)} {by}"
+    idle = f"the GPU computes only {percent(busy)} {unit}"
     if per_step >= 0.5:
         worst = max(syncs, key=lambda event: event.count)
         detail = f"the CPU waits for the GPU {per_step:.1f} times a step, most of all at {worst.where} ({worst.kind})"
@@ -165,8 +165,8 @@ def _about_loading(
             details.append(f"the training used {use.cpu:.1f} of {cores} cores: workers have room")
     elif use is not None and use.workers >= _BUSY * loader.num_workers:
         full = _room(cores, use) < 0.5
-        more = "the cores are full: more workers would not help" if full else "more workers have room"
-        details.append(f"its {loader.num_workers} workers compute all the time ({use.workers:.1f} cores); {more}")
+        advice = "the cores are full: more workers would not help" if full else "more workers have room"
+        details.append(f"its {loader.num_workers} workers compute all the time ({use.workers:.1f} cores); {advice}")
     elif use is not None:
         details.append(
             f"its {loader.num_workers} workers used {use.workers:.1f} cores: they wait themselves, or start again"
@@ -207,9 +207,11 @@ def _validation(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse 
 
 def _checkpoint(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:
     saves = evidence.events_of("save")
-    where = (f"at {saves[0].where}",) if saves and saves[0].where else ()
+    details = (f"at {saves[0].where}",) if saves and saves[0].where else ()
     share = percent(shares["checkpoint"])
-    return Verdict("checkpoint", f"checkpoints take {share} of the time: the loop stands while they are written", where)
+    return Verdict(
+        "checkpoint", f"checkpoints take {share} of the time: the loop stands while they are written", details
+    )
 
 
 def _other(evidence: Evidence, shares: Mapping[str, float], use: SteadyUse | None) -> Verdict:

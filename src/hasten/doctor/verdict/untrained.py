@@ -7,13 +7,13 @@ from hasten.doctor.verdict.steady_use import SteadyUse
 from hasten.evidence import Evidence, Phase, split_place
 
 _CROWDED = 0.6  # busy share of the cores from which other processes count as slowing the training
-_FEW = 10  # steady steps below which a verdict is called rough
+_FEW_STEPS = 10  # steady steps below which a verdict is called rough
 
 
 def out_of_memory(evidence: Evidence) -> Verdict:
     """Return the verdict of a training that ran out of memory."""
-    seen = f"{evidence.steps} steps were seen before" if evidence.steps else "it was before the first step"
-    return Verdict("memory", "out of memory: the training needs more than there is", (f"{evidence.error}; {seen}",))
+    progress = f"{evidence.steps} steps were seen before" if evidence.steps else "it was before the first step"
+    return Verdict("memory", "out of memory: the training needs more than there is", (f"{evidence.error}; {progress}",))
 
 
 def untrained(evidence: Evidence) -> Verdict:
@@ -26,8 +26,10 @@ def untrained(evidence: Evidence) -> Verdict:
     elif evidence.error:
         # Of a killed run only the live file is left. If it is empty, the run may still have trained: the live file is
         # first written about a second after training began.
-        heard = not evidence.error.startswith("killed by") or evidence.loaders or evidence.models or evidence.optimizers
-        title = "the script ended before a training step was " + ("over" if heard else "heard of")
+        reported = (
+            not evidence.error.startswith("killed by") or evidence.loaders or evidence.models or evidence.optimizers
+        )
+        title = "the script ended before a training step was " + ("over" if reported else "heard of")
         details.append(evidence.error)
     else:
         title = "no training step was seen"
@@ -72,12 +74,12 @@ def caveats(evidence: Evidence, use: SteadyUse | None) -> list[str]:
     steady = evidence.steady()
     if not steady:
         sentences.append(_unfinished_caveat(evidence))
-    elif len(steady) < _FEW:
-        seen = f"{len(steady)} step{'s' * (len(steady) != 1)}"
+    elif len(steady) < _FEW_STEPS:
+        step_count = f"{len(steady)} step{'s' * (len(steady) != 1)}"
         disturbed = {evidence.number(index) for index in steady} & set(evidence.disturbed)
         reason = ", slowed by the look into them" if disturbed else ""
-        reason = reason or (", warm-up included" if len(evidence.step_phases) < _FEW else "")
-        sentences.append(f"a rough answer: it rests on {seen}{reason}")
+        reason = reason or (", warm-up included" if len(evidence.step_phases) < _FEW_STEPS else "")
+        sentences.append(f"a rough answer: it rests on {step_count}{reason}")
     # No step has a sync phase, so gradients were exchanged within backward, as DistributedDataParallel does.
     if evidence.flags.distributed > 1 and not any(step[Phase.SYNC] for step in evidence.step_phases):
         sentences.append(f"backward contains the gradient sync of {evidence.flags.distributed} processes")

@@ -58,8 +58,8 @@ def _answer(comparison: Comparison, screen: Screen) -> None:
     screen.console.print()
     typical, mean = comparison.typical, comparison.mean
     if words.known(typical.ratio):
-        style = "bold" if not typical.sure else "bold red" if typical.ratio > 1 else "bold green"
-        unsure = words.known(typical.low) and not typical.sure
+        style = "bold" if not typical.significant else "bold red" if typical.ratio > 1 else "bold green"
+        unsure = words.known(typical.low) and not typical.significant
         sentence = f"The typical step takes {_change(typical)}{', which may be chance' if unsure else ''}"
         screen.say(screen.text(sentence, style), 0)
         screen.say(screen.text(f"{_times(typical)}; the mean step takes {_change(mean)}, {_times(mean)}"))
@@ -114,16 +114,21 @@ def _line(screen: Screen, line: str, style: str = "") -> None:
 def _findings(comparison: Comparison, screen: Screen) -> None:
     """Print the findings that came and went, worst first, and the names of those that stayed."""
     screen.console.print()
-    for label, style, findings in (("new", "bold red", comparison.came), ("gone", "bold green", comparison.went)):
+    for label, style, findings in (
+        ("new", "bold red", comparison.new_findings),
+        ("gone", "bold green", comparison.resolved_findings),
+    ):
         ordered = worst_first(findings)
         for finding in ordered[:_MOST_FINDINGS]:
             screen.labelled(label, _finding_text(finding), _ROOM, style)
         if (left := len(ordered) - _MOST_FINDINGS) > 0:
             screen.labelled("", f"and {left} more; --json FILE has them", _ROOM)
-    if not comparison.came and not comparison.went:
+    if not comparison.new_findings and not comparison.resolved_findings:
         screen.labelled("findings", "none came, none went", _ROOM)
-    if comparison.stayed:
-        screen.labelled("still", ", ".join(_still(before, after) for before, after in comparison.stayed), _ROOM)
+    if comparison.remaining_findings:
+        screen.labelled(
+            "still", ", ".join(_still(before, after) for before, after in comparison.remaining_findings), _ROOM
+        )
 
 
 def _finding_text(finding: Finding) -> str:

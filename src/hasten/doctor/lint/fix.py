@@ -25,22 +25,22 @@ _ROUNDS = 10  # at most
 
 
 @dataclass
-class Mended:
+class FixResult:
     """A file before and after its repair.
 
     Attributes:
         before: The file as it is on the disk.
         after: The repaired text.
-        done: (line, rule) of each repaired problem; the line is that of the round in which it was repaired.
-        left: (line, rule, reason) of each problem that was left alone.
-        changes: How the repairs may change the training's results, by rule.
+        applied: (line, rule) of each repaired problem; the line is that of the round in which it was repaired.
+        skipped: (line, rule, reason) of each problem that was left alone.
+        effects: How the repairs may change the training's results, by rule.
     """
 
     before: Text
     after: str
-    done: list[tuple[int, str]] = field(default_factory=list)
-    left: list[tuple[int, str, str]] = field(default_factory=list)
-    changes: dict[str, str] = field(default_factory=dict)
+    applied: list[tuple[int, str]] = field(default_factory=list)
+    skipped: list[tuple[int, str, str]] = field(default_factory=list)
+    effects: dict[str, str] = field(default_factory=dict)
 
     def diff(self, name: str) -> str:
         """Return a unified diff for `patch -p1`; "" if nothing changed."""
@@ -49,21 +49,21 @@ class Mended:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-class _Changes(cst.CSTTransformer):
+class _Editor(cst.CSTTransformer):
     """Replaces nodes of a tree by changed ones, inner nodes first."""
 
-    def __init__(self, changes: dict[cst.CSTNode, list[Callable[[Any], cst.CSTNode]]]) -> None:
+    def __init__(self, edits: dict[cst.CSTNode, list[Callable[[Any], cst.CSTNode]]]) -> None:
         super().__init__()
-        self._changes = changes
+        self._edits = edits
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Apply the node's changes, if it has any; `updated_node` has the changes inside it."""
-        for change in self._changes.get(original_node, ()):
-            updated_node = change(updated_node)
+        for edit in self._edits.get(original_node, ()):
+            updated_node = edit(updated_node)
         return updated_node
 
 
-def mend(text: Text, select: Collection[str] = ()) -> Mended:
+def apply_fixes(text: Text, select: Collection[str] = ()) -> FixResult:
     """Repair one file in memory.
 
     Args:
@@ -73,70 +73,72 @@ def mend(text: Text, select: Collection[str] = ()) -> Mended:
     Raises:
         UnreadableError: The file is not valid Python, or would not be after the repair.
     """
-    mended = Mended(text, text.text)
+    result = FixResult(text, text.text)
     for round_number in range(_ROUNDS):
-        repaired = _one_round(Text(text.path, mended.after, text.encoding), select, mended, first=round_number == 0)
-        if repaired == mended.after:
+        repaired = _apply_round(
+            Text(text.path, result.after, text.encoding), select, result, first_round=round_number == 0
+        )
+        if repaired == result.after:
             break
         try:
             compile(repaired, str(text.path), "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:  # a bug in a rule's change: never write a broken file
             raise UnreadableError(text.path, f"left as it is: a repair would not be valid Python ({error})") from None
-        mended.after = repaired
-    return mended
+        result.after = repaired
+    return result
 
 
-def _one_round(text: Text, select: Collection[str], mended: Mended, first: bool) -> str:
+def _apply_round(text: Text, select: Collection[str], result: FixResult, first_round: bool) -> str:
     """Apply the changes of all problems in a text, and return the new text.
 
-    What was done is added to `mended`; what was left alone only in the first round, as later rounds find it again.
+    Applied fixes are added to `result`; skipped ones only in the first round, since later rounds find them again.
     """
     script = parse(text)
     ignores = ignores_in(text.text)
-    if script is None or ignores.whole:
+    if script is None or ignores.whole_file:
         return text.text
-    changes: dict[cst.CSTNode, list[Callable[[Any], cst.CSTNode]]] = {}
-    taken: set[tuple[cst.CSTNode, str]] = set()
+    edits: dict[cst.CSTNode, list[Callable[[Any], cst.CSTNode]]] = {}
+    edited: set[tuple[cst.CSTNode, str]] = set()
     for rule, problem in problems_in(script, ignores, select):
-        if not problem.mends:
-            if first and problem.left:
-                mended.left.append((script.line(problem.node), rule.name, problem.left))
+        if not problem.edits:
+            if first_round and problem.unfixed_reason:
+                result.skipped.append((script.line(problem.node), rule.name, problem.unfixed_reason))
             continue
-        keys = {(edit.node, rule.name) for edit in problem.mends}
-        covered = any(ignores.covers(rule.name, lines_of(script, edit.node)) for edit in problem.mends)
-        if covered or not taken.isdisjoint(keys):
-            if covered and first:
-                mended.left.append(
+        keys = {(edit.node, rule.name) for edit in problem.edits}
+        covered = any(ignores.covers(rule.name, lines_of(script, edit.node)) for edit in problem.edits)
+        if covered or not edited.isdisjoint(keys):
+            if covered and first_round:
+                result.skipped.append(
                     (script.line(problem.node), rule.name, "an ignore comment covers part of the change")
                 )
             continue  # also if another problem of the rule changes the same node, as the next round sees the result
-        taken |= keys
-        for edit in problem.mends:
-            changes.setdefault(edit.node, []).append(edit.change)
-        mended.done.append((script.line(problem.node), rule.name))
+        edited |= keys
+        for edit in problem.edits:
+            edits.setdefault(edit.node, []).append(edit.change)
+        result.applied.append((script.line(problem.node), rule.name))
         if rule.may_change:
-            mended.changes[rule.name] = rule.may_change
-    if not changes:
+            result.effects[rule.name] = rule.may_change
+    if not edits:
         return text.text
-    changed = script.module.visit(_Changes(changes))
+    changed = script.module.visit(_Editor(edits))
     assert isinstance(changed, cst.Module)
     return changed.code
 
 
-def write(mended: Mended) -> None:
+def write(result: FixResult) -> None:
     """Write a repaired file to the disk, completely or not at all.
 
     The file keeps its mode, owner, extended attributes and hard links.
     Raises:
         HastenError: It cannot be written, or was changed since it was read.
     """
-    path = Path(os.path.realpath(mended.before.path))  # write to the file that a symbolic link points to
+    path = Path(os.path.realpath(result.before.path))  # write to the file that a symbolic link points to
     try:
         if not os.access(path, os.W_OK):
             raise HastenError(f"cannot write {path}: it is read-only", "make it writable first")
-        if path.read_bytes() != mended.before.bytes_of(mended.before.text):
+        if path.read_bytes() != result.before.bytes_of(result.before.text):
             raise HastenError(f"{path} was changed in the meantime: left as it is", "run `hasten fix` again")
-        write_in_place(path, mended.before.bytes_of(mended.after))
+        write_in_place(path, result.before.bytes_of(result.after))
     except UnicodeEncodeError as error:
         raise HastenError(f"cannot write {path}: {error}") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Mending: what is changed and what is not; what a mended script computes."""
+"""`hasten fix`: what is changed and what is not; what a fixed script computes."""
 
 # ruff: noqa: E501 -- rows of a table
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.doctor.findings import IN_CODE
-from hasten.doctor.lint.mend import mend
+from hasten.doctor.lint.fix import apply_fixes
 from hasten.doctor.source.read import Text
-from tests.doctor.lint.scripts import HEAD, mended, script, training
+from tests.doctor.lint.scripts import HEAD, fixed, script, training
 from tests.doctor.lint.test_rules import PLANTED, SILENT
 
 # Rule, before, after: a line each, as it stands in the code.
@@ -105,16 +105,16 @@ ALONE = [
 @pytest.mark.parametrize(("name", "code", "old", "new"), LINES, ids=[f"{row[0]}-{i}" for i, row in enumerate(LINES)])
 def test_only_the_line_in_question_changes(name: str, code: str, old: str, new: str, tmp_path: Path) -> None:
     assert code.count(old) == 1
-    result = mended(tmp_path, code, name)
+    result = fixed(tmp_path, code, name)
     assert result.after == code.replace(old, new)
-    assert {rule for _, rule in result.done} == {name}
+    assert {rule for _, rule in result.applied} == {name}
 
 
 @pytest.mark.parametrize(("name", "code", "reason"), ALONE, ids=[f"{row[0]}-{i}" for i, row in enumerate(ALONE)])
 def test_what_is_not_surely_safe_is_left_alone_and_said(name: str, code: str, reason: str, tmp_path: Path) -> None:
-    result = mended(tmp_path, code, name)
+    result = fixed(tmp_path, code, name)
     assert result.after == code
-    assert any(rule == name and reason in why for _, rule, why in result.left), result.left
+    assert any(rule == name and reason in why for _, rule, why in result.skipped), result.skipped
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_what_is_not_surely_safe_is_left_alone_and_said(name: str, code: str, re
 )
 def test_code_under_an_ignore_comment_is_never_touched(comment: str, tmp_path: Path) -> None:
     for line in (f"total += loss  {comment}", f"total += foo(  {comment}\n    loss)".replace("foo", "")):
-        assert mended(tmp_path, training(line, before="total = 0"), "retained_graph").done == []
+        assert fixed(tmp_path, training(line, before="total = 0"), "retained_graph").applied == []
 
 
 def test_an_ignored_reading_place_keeps_the_whole_change_away(tmp_path: Path) -> None:
     code = training("s += loss.item()", before="s = 0.0", after="print(s)  # hasten: ignore[host_sync]")
-    result = mended(tmp_path, code, "host_sync")
+    result = fixed(tmp_path, code, "host_sync")
     assert result.after == code
-    assert "ignore comment" in result.left[0][2]
+    assert "ignore comment" in result.skipped[0][2]
 
 
 ROWS = st.lists(
@@ -141,21 +141,19 @@ ROWS = st.lists(
 
 @settings(max_examples=25)
 @given(ROWS, st.sampled_from(["\n", "\r\n"]), st.sampled_from(["    ", "\t", "  "]), st.booleans())
-def test_whatever_is_mended_parses_and_needs_no_second_mending(
-    rows: list[str], newline: str, indent: str, end: bool
-) -> None:
+def test_fixed_code_parses_and_needs_no_second_fix(rows: list[str], newline: str, indent: str, end: bool) -> None:
     code = HEAD + "\n".join(rows).replace("# HERE", "# é")
     code = code.replace("    ", indent).rstrip("\n") + ("\n" if end else "")
     text = Text(Path("train.py"), code.replace("\n", newline), "utf-8")
-    once = mend(text)
-    compile(once.after, "train.py", "exec")
-    assert mend(Text(text.path, once.after, "utf-8")).after == once.after
+    result = apply_fixes(text)
+    compile(result.after, "train.py", "exec")
+    assert apply_fixes(Text(text.path, result.after, "utf-8")).after == result.after
     if newline == "\r\n":
-        assert once.after.count("\n") == once.after.count("\r\n")
-    touched = {line for line in once.diff("t").splitlines() if line.startswith("-") and not line.startswith("---")}
+        assert result.after.count("\n") == result.after.count("\r\n")
+    touched = {line for line in result.diff("t").splitlines() if line.startswith("-") and not line.startswith("---")}
     untouched = [line for line in text.text.splitlines() if f"-{line}" not in touched]
-    left = iter(once.after.splitlines())
-    assert all(line in left for line in untouched)  # all there, in order
+    fixed_lines = iter(result.after.splitlines())
+    assert all(line in fixed_lines for line in untouched)  # all there, in order
 
 
 TRAINED = """
@@ -205,14 +203,14 @@ print(f"{validate(model, data):.5f}")
 """
 
 
-def test_a_mended_script_computes_the_same(tmp_path: Path) -> None:
-    result = mended(tmp_path, TRAINED)
-    rules = {rule for _, rule in result.done}
+def test_a_fixed_script_computes_the_same(tmp_path: Path) -> None:
+    result = fixed(tmp_path, TRAINED)
+    rules = {rule for _, rule in result.applied}
     assert rules == {"host_sync", "retained_graph", "zeroed_gradients", "moved_from_cpu", "validation_graphs"}
-    (tmp_path / "mended.py").write_text(result.after)
+    (tmp_path / "fixed.py").write_text(result.after)
     runs = [
         subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-        for name in ("train.py", "mended.py")
+        for name in ("train.py", "fixed.py")
     ]
     assert runs[0].returncode == 0, runs[0].stderr
     assert runs[1].returncode == 0, runs[1].stderr
@@ -220,7 +218,7 @@ def test_a_mended_script_computes_the_same(tmp_path: Path) -> None:
     assert runs[1].stdout == runs[0].stdout
 
 
-def test_every_rule_may_be_mended_by_itself(tmp_path: Path) -> None:
+def test_every_rule_may_be_fixed_by_itself(tmp_path: Path) -> None:
     code = TRAINED
     for name in IN_CODE:
-        assert {rule for _, rule in mended(tmp_path, code, name).done} <= {name}
+        assert {rule for _, rule in fixed(tmp_path, code, name).applied} <= {name}
