@@ -26,10 +26,10 @@ def watch(
 
     Example: hasten watch runs/today
     """
-    from hasten.doctor.views.following import Followed
+    from hasten.doctor.views.following import FollowedRun
     from hasten.doctor.views.watch import Watch
 
-    followed = Followed(place)
+    followed = FollowedRun(place)
     served = Watch(followed.body, followed.state, followed.page, port)
     print(served.url, flush=True)
     print(f"hasten: watching {place.resolve()}; Ctrl-C ends this page, not the run", file=sys.stderr, flush=True)

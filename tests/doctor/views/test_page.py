@@ -142,7 +142,7 @@ def test_a_run_that_never_trained_has_a_page_too():
 
 def test_nothing_found_is_said_calmly():
     text = Page(render(diagnoses.diagnosis(findings=()), diagnoses.evidence())).text
-    assert wording.NOTHING in text
+    assert wording.NO_FINDINGS in text
 
 
 def test_many_steps_stay_a_small_page():

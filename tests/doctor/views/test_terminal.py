@@ -108,7 +108,7 @@ def test_a_healthy_run_is_told_so_calmly():
         verdict=Verdict("none", "Nothing is saturated"), findings=(), machine=(), unseen=(), notes=()
     )
     text = screen(found)
-    assert wording.NOTHING in text
+    assert wording.NO_FINDINGS in text
     assert "Findings" not in text
     assert "Next:" not in text
     assert "unseen" not in text
@@ -116,7 +116,7 @@ def test_a_healthy_run_is_told_so_calmly():
 
 def test_notes_alone_are_no_findings():
     text = flat(screen(diagnoses.diagnosis(findings=diagnoses.FINDINGS[3:])))
-    assert wording.NOTHING in text
+    assert wording.NO_FINDINGS in text
     assert "and 2 notes: constant_rate, unsafe_load (train.py:12)" in text
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_never_trained_has_a_screen_too():
     text = flat(screen(found))
     assert "No training step was seen It ended after 2 s. train.py (0 training steps seen) failed ValueError: x" in text
     assert "nan" not in text
-    assert wording.NOTHING not in text
+    assert wording.NO_FINDINGS not in text
 
 
 def test_what_scripts_say_cannot_steer_the_terminal():

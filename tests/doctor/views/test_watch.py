@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hasten.doctor.views.following import Followed
+from hasten.doctor.views.following import FollowedRun
 from hasten.doctor.views.watch import Watch
 from hasten.errors import HastenError
 
@@ -145,5 +145,5 @@ def test_slow_strangers_take_few_threads_and_do_not_lock_the_person_out(watch: W
 def test_a_pipe_among_the_files_is_passed_over(tmp_path) -> None:
     os.mkfifo(tmp_path / "evidence.live.json")
     os.mkfifo(tmp_path / "evidence.json")
-    assert "no run to be seen" in Followed(tmp_path).body()
-    assert "no run to be seen" in Followed(tmp_path / "evidence.json").body()
+    assert "no run to be seen" in FollowedRun(tmp_path).body()
+    assert "no run to be seen" in FollowedRun(tmp_path / "evidence.json").body()

@@ -159,13 +159,11 @@ def _starts(bench: LoaderBench) -> list[str]:
     loader, own_rate = bench.loader, bench.rate_of(bench.loader.num_workers)
     if own_rate is None or not loader.num_workers:
         return []
-    resumed = words.duration(own_rate.epoch_start)
+    first, later = words.duration(own_rate.first_batch), words.duration(own_rate.epoch_start)
     if loader.persistent_workers or own_rate.epoch_start is None:
-        return [
-            f"an epoch's first batch comes after {resumed if own_rate.epoch_start else words.duration(own_rate.first_batch)}"
-        ]
-    wait, cure = words.duration(own_rate.first_batch), "persistent_workers=True"
-    return [f"each epoch restarts its workers and waits {wait} for the first batch; with {cure}, {resumed}"]
+        return [f"an epoch's first batch comes after {later if own_rate.epoch_start else first}"]
+    cure = "persistent_workers=True"
+    return [f"each epoch restarts its workers and waits {first} for the first batch; with {cure}, {later}"]
 
 
 def _python(bench: LoaderBench) -> list[str]:

@@ -30,12 +30,12 @@ class Series:
 
 def phase_bar(phases: Sequence[PhaseRow]) -> Markup:
     """Draw a steady step as one bar of its phases, one after the other."""
-    whole = sum(row.seconds for row in phases)
-    if not whole > 0:
+    total = sum(row.seconds for row in phases)
+    if not total > 0:
         return Markup()
-    scale, parts, reached = Scale(0.0, whole), [], 0.0
+    scale, parts, reached = Scale(0.0, total), [], 0.0
     for row in phases:
-        description = f"{row.label}: {words.alike(row.seconds, whole)}, {row.share}"
+        description = f"{row.label}: {words.alike(row.seconds, total)}, {row.share}"
         parts.append(rect(phase_class(row.name), (scale(reached), scale(reached + row.seconds)), 0, 30, description))
         reached += row.seconds
     description = ", ".join(f"{row.label} {row.share}" for row in phases)
@@ -51,8 +51,8 @@ def thinned(points: Points, most: int = MOST, choose: Callable[[list[float]], fl
         choose: Returns a group's value from its values.
     """
     points = [(at, value) for at, value in points if words.known(at) and words.known(value)]
-    each = max(1, math.ceil(len(points) / most))
-    groups = [points[begin : begin + each] for begin in range(0, len(points), each)]
+    group_size = max(1, math.ceil(len(points) / most))
+    groups = [points[begin : begin + group_size] for begin in range(0, len(points), group_size)]
     return [(group[len(group) // 2][0], choose([value for _, value in group])) for group in groups]
 
 

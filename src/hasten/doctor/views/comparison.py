@@ -11,35 +11,35 @@ from hasten.evidence.finding import worst_first
 from hasten.report import words
 from hasten.report.screen import Screen
 
-_ROOM = 10  # width of the column of labels
+_LABEL_WIDTH = 10  # width of the column of labels
 _MOST_FINDINGS = 8  # new findings to print, and as many of those that are gone
 _ROW = "  {:<14.14}{:>13}{:>13}  {}"
 
 
-def show(found: Comparison, console: Console) -> None:
+def show(comparison: Comparison, console: Console) -> None:
     """Print a comparison: the answer, phases and memory before and after, findings that came and went.
 
     Args:
-        found: The comparison.
+        comparison: The comparison.
         console: The console; its width, colours and encoding are respected.
     """
     screen = Screen(console)
-    _answer(found, screen)
-    _table(found, screen)
-    _findings(found, screen)
-    if found.differences or found.limits:
+    _answer(comparison, screen)
+    _table(comparison, screen)
+    _findings(comparison, screen)
+    if comparison.differences or comparison.limits:
         console.print()
-    for sentence in found.differences:
-        screen.labelled("unlike", words.clean(sentence), _ROOM, "bold yellow")
-    for sentence in found.limits:
-        screen.labelled("note", words.clean(sentence), _ROOM)
+    for sentence in comparison.differences:
+        screen.labelled("unlike", words.clean(sentence), _LABEL_WIDTH, "bold yellow")
+    for sentence in comparison.limits:
+        screen.labelled("note", words.clean(sentence), _LABEL_WIDTH)
 
 
-def judge(found: Comparison, limit: float, slower: bool, console: Console) -> None:
+def judge(comparison: Comparison, limit: float, slower: bool, console: Console) -> None:
     """Print whether the later run counts as slower, and by which rule.
 
     Args:
-        found: The comparison.
+        comparison: The comparison.
         limit: Share by which the step may become slower (0.05: 5 %).
         slower: Whether it counts as slower (`Comparison.slower`).
         console: The console.
@@ -47,7 +47,7 @@ def judge(found: Comparison, limit: float, slower: bool, console: Console) -> No
     screen = Screen(console)
     console.print()
     sentence = f"{'SLOWER' if slower else 'Not slower'} by more than {words.percent(limit)}"
-    if not slower and max(found.typical.ratio, found.mean.ratio) > 1 + limit:
+    if not slower and max(comparison.typical.ratio, comparison.mean.ratio) > 1 + limit:
         sentence = f"Longer by more than {words.percent(limit)}, but that may be chance"
     screen.say(screen.text(sentence, "bold red" if slower else "bold"), 0)
     screen.say(screen.text(f"{RULE}.", "dim"))
@@ -67,10 +67,10 @@ def _answer(comparison: Comparison, screen: Screen) -> None:
         screen.say(screen.text("No steady steps on both sides: nothing to compare", "bold yellow"), 0)
     verdicts = [words.clean(side.verdict.title) for side in (comparison.before, comparison.after)]
     if verdicts[0] == verdicts[1]:
-        screen.labelled("verdict", f"{verdicts[0]}, as before", _ROOM)
+        screen.labelled("verdict", f"{verdicts[0]}, as before", _LABEL_WIDTH)
     else:
-        screen.labelled("before", verdicts[0], _ROOM)
-        screen.labelled("after", verdicts[1], _ROOM, "bold", "bold")
+        screen.labelled("before", verdicts[0], _LABEL_WIDTH)
+        screen.labelled("after", verdicts[1], _LABEL_WIDTH, "bold", "bold")
 
 
 def _change(change: Change) -> str:
@@ -120,14 +120,16 @@ def _findings(comparison: Comparison, screen: Screen) -> None:
     ):
         ordered = worst_first(findings)
         for finding in ordered[:_MOST_FINDINGS]:
-            screen.labelled(label, _finding_text(finding), _ROOM, style)
-        if (left := len(ordered) - _MOST_FINDINGS) > 0:
-            screen.labelled("", f"and {left} more; --json FILE has them", _ROOM)
+            screen.labelled(label, _finding_text(finding), _LABEL_WIDTH, style)
+        if (hidden := len(ordered) - _MOST_FINDINGS) > 0:
+            screen.labelled("", f"and {hidden} more; --json FILE has them", _LABEL_WIDTH)
     if not comparison.new_findings and not comparison.resolved_findings:
-        screen.labelled("findings", "none came, none went", _ROOM)
+        screen.labelled("findings", "none came, none went", _LABEL_WIDTH)
     if comparison.remaining_findings:
         screen.labelled(
-            "still", ", ".join(_still(before, after) for before, after in comparison.remaining_findings), _ROOM
+            "still",
+            ", ".join(_remaining_text(before, after) for before, after in comparison.remaining_findings),
+            _LABEL_WIDTH,
         )
 
 
@@ -137,7 +139,7 @@ def _finding_text(finding: Finding) -> str:
     return f"{head}: {words.clean(finding.what)}"
 
 
-def _still(before: Finding, after: Finding) -> str:
+def _remaining_text(before: Finding, after: Finding) -> str:
     """Return a finding's name, with its worth before and after if both are known."""
     name = words.clean(after.name)
     if not (words.known(before.worth) and words.known(after.worth)):

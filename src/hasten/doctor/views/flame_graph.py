@@ -11,8 +11,8 @@ from hasten.report import words
 from hasten.report.drawing import rect, svg
 
 _ROW = 19  # height of a row in pixels
-_LETTER = 0.78  # width of a letter, in percent of the page's width
-_THIN = 0.25  # percent of the page's width; narrower calls are left out
+_LETTER_WIDTH = 0.78  # width of a letter, in percent of the page's width
+_NARROWEST = 0.25  # percent of the page's width; narrower calls are left out
 _DEEPEST = 60  # rows; deeper calls are left out
 _COLOURS = 6  # colours in flame.css.j2
 
@@ -37,11 +37,11 @@ def tree(folded: str) -> Frame:
         stack, _, count = line.rpartition(" ")
         if not stack or not count.isdecimal():
             continue
-        at = root
-        at.samples += int(count)
+        node = root
+        node.samples += int(count)
         for name in stack.split(";"):
-            at = at.calls.setdefault(name, Frame(name))
-            at.samples += int(count)
+            node = node.calls.setdefault(name, Frame(name))
+            node.samples += int(count)
     while len(root.calls) == 1 and (only := next(iter(root.calls.values()))).samples == root.samples and only.calls:
         root = only
     return root
@@ -53,12 +53,12 @@ def draw(folded: str) -> Markup:
     if not root.samples:
         return Markup()
     parts: list[Markup] = []
-    depth = _place(root, 0.0, 100.0 / root.samples, 0, root.samples, parts)
+    depth = _draw_call(root, 0.0, 100.0 / root.samples, 0, root.samples, parts)
     description = f"{words.count(root.samples, 'sample')} below {words.clean(root.name)}"
     return svg("Flame graph", description, (depth + 1) * _ROW, parts)
 
 
-def _place(frame: Frame, start: float, scale: float, depth: int, whole: int, parts: list[Markup]) -> int:
+def _draw_call(frame: Frame, start: float, scale: float, depth: int, total: int, parts: list[Markup]) -> int:
     """Append the drawing of a call and of the calls it made to `parts`, and return the deepest row used.
 
     Args:
@@ -66,22 +66,22 @@ def _place(frame: Frame, start: float, scale: float, depth: int, whole: int, par
         start: Where it begins, in percent of the width.
         scale: Percent of the width per sample.
         depth: Its row.
-        whole: Samples of all stacks, for the call's share.
+        total: Samples of all stacks, for the call's share.
         parts: Shapes drawn so far.
     """
     width = frame.samples * scale
     name = words.clean(frame.name)
-    description = f"{name}: {words.percent(frame.samples / whole)}, {words.count(frame.samples, 'sample')}"
+    description = f"{name}: {words.percent(frame.samples / total)}, {words.count(frame.samples, 'sample')}"
     parts.append(rect(f"fl-{_colour(frame.name)}", (start, start + width), depth * _ROW, _ROW - 1, description))
-    room = int((width - 1.0) / _LETTER)
-    if room >= 4:
-        shown = name if len(name) <= room else f"{name[: room - 1]}…"
+    letters = int((width - 1.0) / _LETTER_WIDTH)
+    if letters >= 4:
+        shown = name if len(name) <= letters else f"{name[: letters - 1]}…"
         parts.append(_label(start, depth, shown))
     deepest = depth
     if depth < _DEEPEST:
         for call in sorted(frame.calls.values(), key=lambda call: call.name):
-            if call.samples * scale >= _THIN:
-                deepest = max(deepest, _place(call, start, scale, depth + 1, whole, parts))
+            if call.samples * scale >= _NARROWEST:
+                deepest = max(deepest, _draw_call(call, start, scale, depth + 1, total, parts))
             start += call.samples * scale
     return deepest
 
@@ -98,5 +98,5 @@ def _colour(name: str) -> int:
     A name is "function (package/file.py:12)", so the text before the first "/" is the package, or the
     file of a script.
     """
-    place = name.rpartition(" (")[2]
-    return zlib.crc32(place.partition("/")[0].partition(":")[0].encode()) % _COLOURS
+    location = name.rpartition(" (")[2]
+    return zlib.crc32(location.partition("/")[0].partition(":")[0].encode()) % _COLOURS

@@ -19,8 +19,14 @@ from hasten.report.page import environment, write_whole
 from hasten.report.words import Figure
 
 _MOST_ROWS = 15  # rows in the tables of layers and operators
-_USUAL = {"groups": 1, "stride": 1, "dilation": 1, "padding": 0, "num_layers": 1}  # torch's defaults, not worth showing
-_KINDS = {"none": "calm", "untrained": "unclear", "loader": "calm"}  # style class of a verdict; else "bound"
+_DEFAULTS = {
+    "groups": 1,
+    "stride": 1,
+    "dilation": 1,
+    "padding": 0,
+    "num_layers": 1,
+}  # torch's defaults, not worth showing
+_VERDICT_CLASSES = {"none": "calm", "untrained": "unclear", "loader": "calm"}  # style class of a verdict; else "bound"
 
 
 def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
@@ -34,9 +40,9 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
     phases = wording.phase_rows(diagnosis)
     page = environment(TEMPLATES).get_template("doctor.html.j2")
     return page.render(
-        found=diagnosis,
-        seen=evidence,
-        kind=_KINDS.get(diagnosis.verdict.resource, "bound"),
+        diagnosis=diagnosis,
+        evidence=evidence,
+        verdict_class=_VERDICT_CLASSES.get(diagnosis.verdict.resource, "bound"),
         phases=phases,
         step=sum(row.seconds for row in phases),
         figures=figures(diagnosis, evidence),
@@ -47,11 +53,11 @@ def render(diagnosis: Diagnosis, evidence: Evidence | None) -> str:
         layers=hottest_layers(evidence),
         operators=hottest_operators(evidence),
         bench=diagnosis.loader_bench,
-        benches=loader_bench,
+        loader_bench=loader_bench,
         flame=flame_graph.draw(diagnosis.loader_bench.flame) if diagnosis.loader_bench else "",
         charts=charts,
         timeline=timeline,
-        about=wording,
+        wording=wording,
         words=words,
         sizes=_sizes,
     )
@@ -75,15 +81,15 @@ def figures(diagnosis: Diagnosis, evidence: Evidence | None) -> list[Figure]:
     """Return the key figures at the top of the page: step, its longest phase, first step, use of the machine."""
     shown = []
     if diagnosis.step > 0:
-        rest = wording.step_line(diagnosis).partition(", ")[2]
-        shown.append(Figure("a steady step", words.duration(diagnosis.step), rest))
+        detail = wording.step_line(diagnosis).partition(", ")[2]
+        shown.append(Figure("a steady step", words.duration(diagnosis.step), detail))
     phases = wording.phase_rows(diagnosis)
     if phases:
         most = max(phases, key=lambda row: row.seconds)
         shown.append(Figure("most of it", most.share, f"{most.label}, {words.duration(most.seconds)} a step"))
     if words.known(diagnosis.pauses.first_step):
-        before = words.duration(diagnosis.pauses.start_up)
-        shown.append(Figure("first step", words.duration(diagnosis.pauses.first_step), f"after {before} of start-up"))
+        start_up = words.duration(diagnosis.pauses.start_up)
+        shown.append(Figure("first step", words.duration(diagnosis.pauses.first_step), f"after {start_up} of start-up"))
     if evidence is not None:
         shown += _used(evidence)
     return shown
@@ -119,8 +125,8 @@ def hottest_layers(evidence: Evidence | None) -> list[Layer]:
 def hottest_operators(evidence: Evidence | None) -> list[Operator]:
     """Return the operators, slowest on the GPU first, then by time on the CPU; at most 15."""
     sampled = evidence.sampled if evidence else None
-    known = [op for op in (sampled.operators if sampled else ()) if words.known(op.seconds + op.device_seconds)]
-    return sorted(known, key=lambda op: (-op.device_seconds, -op.seconds))[:_MOST_ROWS]
+    timed = [op for op in (sampled.operators if sampled else ()) if words.known(op.seconds + op.device_seconds)]
+    return sorted(timed, key=lambda op: (-op.device_seconds, -op.seconds))[:_MOST_ROWS]
 
 
 def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
@@ -134,7 +140,7 @@ def _unseen(diagnosis: Diagnosis, evidence: Evidence | None) -> list[str]:
 
 def _sizes(layer: Layer) -> str:
     """Return a layer's sizes as text, without torch's defaults: `in channels 3, out channels 64, kernel size 3`."""
-    sizes = [(name, value) for name, value in layer.sizes.items() if value != _USUAL.get(name)]
+    sizes = [(name, value) for name, value in layer.sizes.items() if value != _DEFAULTS.get(name)]
     return words.clean(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sizes))
 
 

@@ -17,7 +17,7 @@ _STYLES = {Severity.HIGH: "bold red", Severity.MEDIUM: "yellow", Severity.LOW: "
 _CALM = {"none": "bold green", "untrained": "bold yellow", "loader": "bold"}
 _WIDEST_BAR = 40
 _WIDEST_LABEL = 16
-_ROOM = 10  # width of the column of labels
+_LABEL_WIDTH = 10  # width of the column of labels
 _LINES_BESIDE_FINDINGS = 26  # estimated lines of everything but findings
 _LINES_A_FINDING = 4  # estimated lines of a finding
 _MOST_SENTENCES = 3  # sentences on the machine to print; as many on what was not seen, and notes
@@ -70,7 +70,7 @@ class _DiagnosisPage:
         if self.diagnosis.loader_bench is None:
             screen.say(screen.text(wording.listened_to(self.diagnosis), "dim"))
         if self.diagnosis.error:
-            screen.labelled("failed", words.clean(self.diagnosis.error), _ROOM, "bold red")
+            screen.labelled("failed", words.clean(self.diagnosis.error), _LABEL_WIDTH, "bold red")
 
     def phases(self) -> None:
         """Print the phases of a steady step as bars, and beside them figures such as pauses and outliers."""
@@ -89,7 +89,7 @@ class _DiagnosisPage:
         if asides and not rows:
             self.console.print()
         for label, line in asides:
-            self.screen.labelled(label, line, _ROOM)
+            self.screen.labelled(label, line, _LABEL_WIDTH)
 
     def _row(self, label: str, seconds: str, share: str, length: int | None, style: str) -> None:
         line = self.screen.text(f"  {label}  {seconds:>9}  {share:>5}", style if length is None else "")
@@ -105,7 +105,7 @@ class _DiagnosisPage:
         if not costly:
             self.console.print()
             if self.diagnosis.steps:
-                self.console.print(self.screen.text(wording.NOTHING, "bold"))
+                self.console.print(self.screen.text(wording.NO_FINDINGS, "bold"))
             elif not notes:
                 self.console.print(self.screen.text("No findings: no whole training step was seen.", "bold"))
         else:
@@ -114,8 +114,8 @@ class _DiagnosisPage:
             most = max(3, (height - _LINES_BESIDE_FINDINGS) // _LINES_A_FINDING)
             for finding in costly[:most]:
                 self._finding(finding)
-            self._rest(costly[most:], "more finding", html)
-        self._rest(notes, "note", html)
+            self._summary(costly[most:], "more finding", html)
+        self._summary(notes, "note", html)
 
     def _finding(self, finding: Finding) -> None:
         screen = self.screen
@@ -132,14 +132,14 @@ class _DiagnosisPage:
         if finding.fix:
             screen.say(screen.text("fix: ", "green") + screen.text(words.clean(finding.fix)), 9)
 
-    def _rest(self, rest: list[Finding], noun: str, html: Path | None) -> None:
-        """Name the findings that do not fit, and say where they are."""
-        if not rest:
+    def _summary(self, findings: list[Finding], noun: str, html: Path | None) -> None:
+        """Print the names of the findings that are not shown in full, and where to see them."""
+        if not findings:
             return
-        places = ((words.clean(finding.name), wording.place(finding)) for finding in rest)
+        places = ((words.clean(finding.name), wording.place(finding)) for finding in findings)
         names = list(dict.fromkeys(f"{name} ({place})" if place else name for name, place in places))
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        self.screen.say(self.screen.text(f"and {words.count(len(rest), noun)}: {shown}; {_elsewhere(html)}", "dim"))
+        self.screen.say(self.screen.text(f"and {words.count(len(findings), noun)}: {shown}; {_elsewhere(html)}", "dim"))
 
     def sentences(self, html: Path | None) -> None:
         """Print the advice on the machine, what could not be observed, and how the run was changed."""
@@ -148,10 +148,10 @@ class _DiagnosisPage:
             self.console.print()
         for label, lines in (("machine", diagnosis.machine), ("unseen", diagnosis.unseen), ("notes", diagnosis.notes)):
             for sentence in lines[:_MOST_SENTENCES]:
-                self.screen.labelled(label, words.clean(sentence), _ROOM, "bold")
+                self.screen.labelled(label, words.clean(sentence), _LABEL_WIDTH, "bold")
                 label = ""  # only the first sentence has the label
-            if (left := len(lines) - _MOST_SENTENCES) > 0:
-                self.screen.labelled("", f"and {left} more; {_elsewhere(html)}", _ROOM, text_style="dim")
+            if (hidden := len(lines) - _MOST_SENTENCES) > 0:
+                self.screen.labelled("", f"and {hidden} more; {_elsewhere(html)}", _LABEL_WIDTH, text_style="dim")
 
     def files(self, html: Path | None, json: Path | None) -> None:
         """Print which files were written, and what to do next."""
@@ -162,7 +162,7 @@ class _DiagnosisPage:
         if rows or curable:
             self.console.print()
         for label, path in rows:
-            self.console.print(self.screen.text(f"  {label:<{_ROOM}}{words.clean(str(path))}"), soft_wrap=True)
+            self.console.print(self.screen.text(f"  {label:<{_LABEL_WIDTH}}{words.clean(str(path))}"), soft_wrap=True)
         if curable and self.diagnosis.command:
             self.screen.say(self.screen.text(f"Next: tune measures and installs {_and(curable[:4])} for you:"), 0)
             command = f"  hasten tune {words.command(self.diagnosis.command)}"

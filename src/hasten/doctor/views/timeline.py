@@ -16,11 +16,11 @@ from hasten.evidence import PHASES, Evidence, GpuUse
 from hasten.report import words
 from hasten.report.drawing import Point, Scale, area, line, phase_class, rect, rows, stretched, svg, text
 
-_TALL = 200.0  # height of the chart of steps
-_STRIP = 44.0  # height of a strip
+_HEIGHT = 200.0  # height of the chart of steps
+_STRIP_HEIGHT = 44.0  # height of a strip
 _MOST_NAMED = 12  # epochs to label; with more the labels would overlap
 # Distances between time marks, in seconds.
-_CLOCK = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600, 24 * 3600, 72 * 3600)
+_TICK_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 4 * 3600, 12 * 3600, 24 * 3600, 72 * 3600)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ def step_columns(evidence: Evidence, most: int = MOST) -> list[Column]:
         for index, (start, phases) in enumerate(zip(evidence.step_start, evidence.step_phases, strict=False))
         if words.known(start) and all(map(words.known, phases))
     ]
-    each = max(1, math.ceil(len(steps) / most))
+    group_size = max(1, math.ceil(len(steps) / most))
     columns: list[Column] = []
-    for begin in range(0, len(steps), each):
-        group = steps[begin : begin + each]
+    for begin in range(0, len(steps), group_size):
+        group = steps[begin : begin + group_size]
         index, start, phases = group[-1]
-        after = steps[begin + each][1] if begin + each < len(steps) else math.inf
+        next_start = steps[begin + group_size][1] if begin + group_size < len(steps) else math.inf
         # Of a long run only every n-th step is kept: a kept step spans those that follow it, but never the next column.
-        end = max(start, min(after, start + sum(phases) * max(1, evidence.every)))
+        end = max(start, min(next_start, start + sum(phases) * max(1, evidence.every)))
         means = tuple(statistics.fmean(times) for times in zip(*(phases for _, _, phases in group), strict=False))
         first, last = evidence.number(group[0][0]), evidence.number(index)
         columns.append(Column(first, last, group[0][1], end, means))
@@ -100,14 +100,14 @@ def timeline(evidence: Evidence) -> Markup:
         for phase in range(min(len(PHASES), *(len(column.phases) for column in steps)))
         if any(column.phases[phase] > 0 for column in steps)
     ]
-    parts = [*_times(across, _TALL + 6), *_validation_bands(evidence, across)]
-    parts += [stretched(_TALL, drawn), *rows(down, _TALL, words.duration)]
+    parts = [*_times(across, _HEIGHT + 6), *_validation_bands(evidence, across)]
+    parts += [stretched(_HEIGHT, drawn), *rows(down, _HEIGHT, words.duration)]
     parts += [_tooltip(column, across) for column in steps]
     parts += [rect("over", _ends(column, across), 0, 4) for column in steps if column.seconds > top]
     parts += _epoch_marks(evidence, across)
     parts += _disturbed_marks(evidence, across)
     description = f"{words.count(evidence.steps, 'step')}, {words.duration(usual)} each at the median"
-    return svg("Steps over time", description, _TALL + 28, parts)
+    return svg("Steps over time", description, _HEIGHT + 28, parts)
 
 
 def _phase_boxes(steps: Sequence[Column], phase: int, across: Scale, down: Scale) -> list[tuple[float, ...]]:
@@ -142,14 +142,14 @@ def _tooltip(column: Column, across: Scale) -> Markup:
         if seconds >= column.seconds / 200 and seconds > 0
     ]
     description = f"{which} {words.duration(column.seconds)}: {', '.join(parts)}"
-    return rect("told", _ends(column, across), 0, _TALL, description)
+    return rect("tooltip", _ends(column, across), 0, _HEIGHT, description)
 
 
 def _validation_bands(evidence: Evidence, across: Scale) -> list[Markup]:
     """Return bands over the passes through validation loaders; without such passes, a mark per validation."""
     passes = [(run.start, run.end) for run in evidence.passes if not run.trained and _inside(run.start, across)]
     bands = [
-        rect("mark-validation", (across(start), across(min(max(start, end), across.high))), 0, _TALL, "validation")
+        rect("mark-validation", (across(start), across(min(max(start, end), across.high))), 0, _HEIGHT, "validation")
         for start, end in passes[:MOST]
         if words.known(end)
     ]
@@ -157,10 +157,14 @@ def _validation_bands(evidence: Evidence, across: Scale) -> list[Markup]:
         return bands
     return [
         rect(
-            "mark-validation", (across(seen.at), across(seen.at) + 0.3), 0, _TALL, f"validation after step {seen.step}"
+            "mark-validation",
+            (across(validation.at), across(validation.at) + 0.3),
+            0,
+            _HEIGHT,
+            f"validation after step {validation.step}",
         )
-        for seen in evidence.validations[:MOST]
-        if _inside(seen.at, across)
+        for validation in evidence.validations[:MOST]
+        if _inside(validation.at, across)
     ]
 
 
@@ -169,7 +173,7 @@ def _epoch_marks(evidence: Evidence, across: Scale) -> list[Markup]:
     parts = []
     for number, start in enumerate(epochs[:MOST], 1):
         x = across(start)
-        parts.append(rect("mark-epoch", (x, x + 0.12), 0, _TALL, f"epoch {number} begins"))
+        parts.append(rect("mark-epoch", (x, x + 0.12), 0, _HEIGHT, f"epoch {number} begins"))
         if len(epochs) <= _MOST_NAMED and x >= 8:  # further left, the label would cover that of the topmost grid line
             parts.append(text("tick halo", x, -4, f"epoch {number}"))
     return parts
@@ -183,10 +187,10 @@ def _disturbed_marks(evidence: Evidence, across: Scale) -> list[Markup]:
         if at == after_it or not _inside(starts[at], across):
             continue  # the evidence of a long run holds only every n-th step, and none of these
         begin = starts[at]
-        after = starts[after_it] if after_it < len(starts) and words.known(starts[after_it]) else begin
+        end = starts[after_it] if after_it < len(starts) and words.known(starts[after_it]) else begin
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        ends = (across(begin), max(across(after), across(begin) + 0.4))
-        parts.append(rect("mark-disturbed", ends, _TALL + 1, 4, f"{which}: looked into, not counted"))
+        ends = (across(begin), max(across(end), across(begin) + 0.4))
+        parts.append(rect("mark-disturbed", ends, _HEIGHT + 1, 4, f"{which}: looked into, not counted"))
     return parts
 
 
@@ -196,7 +200,7 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     >>> runs([3, 4, 5, 9])
     [(3, 5), (9, 9)]
     """
-    breaks = [index for index, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1]
+    breaks = [index for index, (previous, current) in enumerate(pairwise(numbers), 1) if current != previous + 1]
     firsts, lasts = [0, *breaks], [*breaks, len(numbers)]
     return [(numbers[first], numbers[last - 1]) for first, last in zip(firsts, lasts, strict=True)] if numbers else []
 
@@ -220,7 +224,7 @@ def moments(across: Scale) -> list[float]:
     span = across.high - across.low
     if span < 120:
         return across.ticks()
-    step = next((step for step in _CLOCK if span / step <= 7), span / 7)
+    step = next((step for step in _TICK_STEPS if span / step <= 7), span / 7)
     return [step * number for number in range(math.ceil(across.low / step), math.floor(across.high / step) + 1)]
 
 
@@ -258,9 +262,9 @@ def strips(evidence: Evidence) -> list[Strip]:
     cpu.append(series("loader workers", "c-workers", use.workers))
     drawn = [Strip("CPU", tuple(cpu), max(cores, _highest(cpu)), lambda value: f"{value:.3g} cores")]
     drawn += [
-        part
+        strip
         for number, gpu in enumerate(use.gpus)
-        for part in _gpu_strips(gpu, f"GPU {number}" if len(use.gpus) > 1 else "GPU", series)
+        for strip in _gpu_strips(gpu, f"GPU {number}" if len(use.gpus) > 1 else "GPU", series)
     ]
     disk = [series("disk read", "c-all", use.disk_read), series("disk written", "c-main", use.disk_write)]
     net = [series("network in", "c-all", use.net_in), series("network out", "c-main", use.net_out)]
@@ -269,7 +273,7 @@ def strips(evidence: Evidence) -> list[Strip]:
     waiting = [series("waiting for disks", "c-all", use.waiting)]
     if _highest(waiting) >= 0.05:
         drawn.append(Strip("waiting for disks", tuple(waiting), 1.0, words.percent))
-    nonzero = ((strip, tuple(part for part in strip.lines if _highest([part]) > 0)) for strip in drawn)
+    nonzero = ((strip, tuple(line for line in strip.lines if _highest([line]) > 0)) for strip in drawn)
     return [Strip(strip.title, lines, strip.most, strip.unit) for strip, lines in nonzero if lines]
 
 
@@ -310,6 +314,10 @@ def strip_chart(strip: Strip, across: Scale, named: bool = False) -> Markup:
         means.append(f"{series.name}: mean {strip.unit(statistics.fmean(value for _, value in series.points))}")
     if not drawn:
         return Markup()
-    parts = [*_times(across, _STRIP, named), rect("grid", (0, 100), 0, 1), rect("grid", (0, 100), _STRIP, 1)]
-    parts += [stretched(_STRIP, drawn), text("tick halo", 100, 14, strip.unit(strip.most))]
-    return svg(strip.title, "; ".join(means), _STRIP + (22 if named else 2), parts)
+    parts = [
+        *_times(across, _STRIP_HEIGHT, named),
+        rect("grid", (0, 100), 0, 1),
+        rect("grid", (0, 100), _STRIP_HEIGHT, 1),
+    ]
+    parts += [stretched(_STRIP_HEIGHT, drawn), text("tick halo", 100, 14, strip.unit(strip.most))]
+    return svg(strip.title, "; ".join(means), _STRIP_HEIGHT + (22 if named else 2), parts)

@@ -92,8 +92,8 @@ class Watch:
 
     def answer(self, path: str) -> Answer | None:
         """Return the answer for a path; None if there is nothing at it."""
-        make = self._answers.get(path)
-        return make() if make is not None else None
+        respond = self._answers.get(path)
+        return respond() if respond is not None else None
 
 
 def script() -> str:
@@ -194,8 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the token in the Authorization header, for programs; "" if there is none."""
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self._send(status, "text/plain", f"{why}\n")
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        self._send(status, "text/plain", f"{reason}\n")
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         content = text.encode("utf-8", "replace")
@@ -203,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _head(self, status: HTTPStatus, kind: str, length: int, more: dict[str, str] | None = None) -> None:
+    def _head(self, status: HTTPStatus, kind: str, length: int, extra_headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
-            **(more or {}),
+            **(extra_headers or {}),
         }
         for name, value in headers.items():
             self.send_header(name, value)

@@ -15,9 +15,10 @@ from hasten.evidence.finding import worst_first
 from hasten.evidence.weigh import process_peak
 from hasten.report import words
 
-_LOOKS = 30  # samples of the training thread; with fewer, no lines are shown
-_HOT, _HOTTEST = 0.10, 4  # share of the step from which a line is shown, and the most lines shown
-NOTHING = "Nothing found that costs more than 1 % of a step."
+_FEWEST_SAMPLES = 30  # samples of the training thread; with fewer, no lines are shown
+_HOT_SHARE = 0.10  # share of the step from which a line is shown
+_MOST_LINES = 4
+NO_FINDINGS = "Nothing found that costs more than 1 % of a step."
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ def phase_rows(diagnosis: Diagnosis) -> list[PhaseRow]:
     """Return the phases that took any time, in the order of a step; unknown phases come last."""
     names = [name for name in dict.fromkeys([*PHASES, *diagnosis.phases]) if _positive(diagnosis.phases.get(name))]
     seconds = [diagnosis.phases[name] for name in names]
-    whole = sum(seconds)
+    total = sum(seconds)
     return [
-        PhaseRow(name, words.phase(name), amount, _share(amount / whole))
+        PhaseRow(name, words.phase(name), amount, _share(amount / total))
         for name, amount in zip(names, seconds, strict=True)
     ]
 
@@ -45,8 +46,8 @@ def _positive(value: float | None) -> bool:
     return value is not None and words.known(value) and value > 0
 
 
-def _share(part: float) -> str:
-    return words.percent(part) if part >= 0.001 else "<0.1 %"
+def _share(share: float) -> str:
+    return words.percent(share) if share >= 0.001 else "<0.1 %"
 
 
 def place(finding: Finding) -> str:
@@ -96,12 +97,12 @@ def step_line(diagnosis: Diagnosis) -> str:
 
 def steps_counted(diagnosis: Diagnosis) -> str:
     """Return which steps the figures are computed from: "of 190 of the 200 steps"; "" if that is not known."""
-    counted, seen = diagnosis.counted, diagnosis.steps
+    counted, total = diagnosis.counted, diagnosis.steps
     if not counted:
         return ""
-    if seen == 1:
+    if total == 1:
         return "of the only step, the first, with all that start-up costs"
-    return f"of {counted:,} of the {seen:,} steps" if counted < seen else f"of all {seen:,} steps"
+    return f"of {counted:,} of the {total:,} steps" if counted < total else f"of all {total:,} steps"
 
 
 def asides(diagnosis: Diagnosis, evidence: Evidence | None) -> list[tuple[str, str]]:
@@ -159,7 +160,7 @@ def _times_the_median(seconds: float, median: float) -> str:
 
 def hot_lines(evidence: Evidence | None) -> str:
     """Return the lines of the script that take most of the step: "train.py:31 (backward) 52 %"; "" if not sampled."""
-    if evidence is None or sum(line.looks for line in evidence.lines) < _LOOKS:
+    if evidence is None or sum(line.looks for line in evidence.lines) < _FEWEST_SAMPLES:
         return ""
     shown = []
     # A line has two entries if it was sampled both with and without library code below it: add their shares up.
@@ -167,8 +168,8 @@ def hot_lines(evidence: Evidence | None) -> str:
     for line in evidence.lines:
         key = (line.where, line.phase)
         lines[key] = dataclasses.replace(line, share=line.share + lines[key].share) if key in lines else line
-    hottest = sorted((line for line in lines.values() if line.share >= _HOT), key=lambda line: -line.share)
-    for line in hottest[:_HOTTEST]:
+    hottest = sorted((line for line in lines.values() if line.share >= _HOT_SHARE), key=lambda line: -line.share)
+    for line in hottest[:_MOST_LINES]:
         file, number = split_place(line.where)
         doing = f"{line.function}()" if line.phase == "other" and line.function else words.phase(line.phase)
         shown.append(words.clean(f"{Path(file).name}:{number} ({doing}) {words.percent(line.share)}"))
