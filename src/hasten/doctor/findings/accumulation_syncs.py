@@ -100,7 +100,7 @@ class AccumulationSyncs(Rule):
         ):
             return
         for call in code.script.calls:
-            every_nth = code.training.steps(call) and _every_nth(code, call)
+            every_nth = code.training.is_optimizer_step(call) and _every_nth(code, call)
             if every_nth or (code.training.goes_backward(call) and _in_parts(code, call)):
                 yield Problem(
                     call,
@@ -134,6 +134,6 @@ def _in_parts(code: Code, backward: cst.Call) -> bool:
     stepping = [
         code.training.loops_around(call)[0]
         for call in code.script.calls
-        if code.training.steps(call) and code.training.loops_around(call)
+        if code.training.is_optimizer_step(call) and code.training.loops_around(call)
     ]
     return len(loops) > 1 and loops[0] not in stepping and loops[1] in stepping

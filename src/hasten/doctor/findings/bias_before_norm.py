@@ -44,7 +44,7 @@ from hasten.doctor.figures import norm_of
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Edit, Problem
-from hasten.doctor.source.syntax import argument, dotted, is_open, last_name, walk, with_keyword
+from hasten.doctor.source.syntax import argument, dotted, has_star_arguments, last_name, walk, with_keyword
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.weigh import LEAST, saved, size_of
 
@@ -115,7 +115,7 @@ def _layer(code: Code, node: cst.CSTNode | None, kinds: Iterable[str]) -> cst.Ca
 def _has_bias(call: cst.Call) -> bool:
     """Return whether a layer surely has a bias: by default or as `bias=True`, and without `*args` or `**kwargs`."""
     bias = argument(call, "bias", _BIASED[last_name(call.func)])
-    return not is_open(call) and (bias is None or dotted(bias) == "True")
+    return not has_star_arguments(call) and (bias is None or dotted(bias) == "True")
 
 
 def _neighbours(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:

@@ -50,7 +50,7 @@ import libcst as cst
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import dotted, is_word, walk
+from hasten.doctor.source.syntax import dotted, is_name, walk
 from hasten.evidence import Evidence, Finding, HowKnown, Measurement, Severity, severity_of
 from hasten.evidence.weigh import in_words, share_of, steady_seconds, switched
 from hasten.techniques.compute.debug_off import DebugOff
@@ -104,12 +104,12 @@ class DebugToolsOn(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find tools that are on unconditionally in a file that trains."""
-        for call in code.script.calls if code.training.any else ():
+        for call in code.script.calls if code.training.trains else ():
             full = code.script.qualified(call.func)
             name = full.rpartition(".")[2]
             if any(isinstance(above, cst.If | cst.IfExp) for above in code.script.ancestors(call)):
                 continue  # an option of the script: `if args.debug: ...`
-            if name == "set_detect_anomaly" and call.args and is_word(call.args[0].value, "True"):
+            if name == "set_detect_anomaly" and call.args and is_name(call.args[0].value, "True"):
                 yield Problem(call, "anomaly detection is on", "remove it once the bug is found")
             elif full in ("torch.autograd.detect_anomaly", "torch.autograd.anomaly_mode.detect_anomaly"):
                 if not call.args or not any(dotted(arg.value) not in ("True", "") for arg in call.args):
@@ -128,7 +128,7 @@ class DebugToolsOn(Rule):
 def _is_optional(call: cst.Call, full: str) -> bool:
     """Return whether an autograd profiler is switched by an argument: `profile(args.profile)`."""
     enabled = [arg for arg in call.args if arg.keyword is None or arg.keyword.value == "enabled"]
-    return full.startswith("torch.autograd.") and bool(enabled) and not is_word(enabled[0].value, "True")
+    return full.startswith("torch.autograd.") and bool(enabled) and not is_name(enabled[0].value, "True")
 
 
 def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:

@@ -110,7 +110,7 @@ class HostSync(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find reads of computed values within steps; at most one problem per statement."""
-        if not code.trains_on_device or not code.training.any:
+        if not code.trains_on_device or not code.training.trains:
             return
         seen: set[cst.CSTNode] = set()
         for node in code.script.nodes:
@@ -147,7 +147,7 @@ def _reading_below(code: Code, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 def _on_device(code: Code, node: cst.CSTNode | None) -> bool:
     """Return whether an expression is a single tensor on the device, not a collection or an array."""
     kind = code.kind(node)
-    return bool(kind & Kind.DEVICE) and not kind & (Kind.MANY | Kind.ARRAY)
+    return bool(kind & Kind.DEVICE) and not kind & (Kind.CONTAINER | Kind.ARRAY)
 
 
 def _reads(code: Code, node: cst.CSTNode) -> bool:

@@ -50,7 +50,7 @@ from hasten.doctor.figures import group_by_line, wait_finding
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Edit, Problem
-from hasten.doctor.source.syntax import argument, device_of, is_open, receiver, with_keyword
+from hasten.doctor.source.syntax import argument, device_of, has_star_arguments, receiver, with_keyword
 from hasten.evidence import Evidence, Finding
 from hasten.evidence.waiting import in_ms, per_step
 
@@ -87,7 +87,11 @@ class MovedFromCpu(Rule):
             if device is None or not isinstance(made, cst.Call) or not code.repeats(call):
                 continue
             full = code.script.qualified(made.func)
-            if full not in _EXACT | _RANDOM | _ROUNDED or argument(made, "device") is not None or is_open(made):
+            if (
+                full not in _EXACT | _RANDOM | _ROUNDED
+                or argument(made, "device") is not None
+                or has_star_arguments(made)
+            ):
                 continue
             unfixed_reason = ""
             if full in _RANDOM:

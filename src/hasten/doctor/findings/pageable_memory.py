@@ -90,7 +90,7 @@ class PageableMemory(Rule):
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find training loaders that do not pin memory, in a file that moves batches to a GPU."""
         moves = any(last_name(call.func) in ("cuda", "to") and receiver(call) is not None for call in code.script.calls)
-        if not code.script.uses_cuda or not moves or not code.training.any:
+        if not code.script.uses_cuda or not moves or not code.training.trains:
             return
         for call, name in loader_calls(code):
             pins = argument(call, "pin_memory", 7)

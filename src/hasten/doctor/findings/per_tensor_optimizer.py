@@ -39,7 +39,7 @@ from collections.abc import Iterable
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import argument, is_word
+from hasten.doctor.source.syntax import argument, is_name
 from hasten.evidence import Evidence, Finding, HowKnown, Phase
 from hasten.evidence.figures import percent
 from hasten.evidence.weigh import LEAST, in_words, is_sure, seconds_of, share_of, switched
@@ -95,7 +95,7 @@ class PerTensorOptimizer(Rule):
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find optimizers built with `foreach=False`."""
         for call in code.script.optimizers:
-            if is_word(argument(call, "foreach"), "False") and not is_word(argument(call, "fused"), "True"):
+            if is_name(argument(call, "foreach"), "False") and not is_name(argument(call, "fused"), "True"):
                 yield Problem(
                     call, "the optimizer updates one tensor at a time", "remove foreach=False, or give fused=True"
                 )

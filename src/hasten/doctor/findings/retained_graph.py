@@ -57,7 +57,7 @@ from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.kinds import Kind
 from hasten.doctor.source.problem import Edit, Problem
-from hasten.doctor.source.syntax import argument, dotted, is_word, last_name, method_call, names_in, receiver
+from hasten.doctor.source.syntax import argument, dotted, is_name, last_name, method_call, names_in, receiver
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Severity
 
@@ -92,12 +92,12 @@ class RetainedGraph(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find losses kept across steps, and graphs kept by `retain_graph=True` without a second backward."""
-        for node in code.script.nodes if code.training.any else ():
+        for node in code.script.nodes if code.training.trains else ():
             problem = _kept(code, node)
             if problem is not None:
                 yield problem
         for call in code.script.calls:
-            if is_word(argument(call, "retain_graph"), "True") and code.training.goes_backward(call):
+            if is_name(argument(call, "retain_graph"), "True") and code.training.goes_backward(call):
                 if code.training.in_step(call) and _goes_backward_once(code, call):
                     yield Problem(
                         call,
@@ -160,7 +160,7 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
         return None
     edits: tuple[Edit, ...] = ()
     unfixed_reason = ""
-    if code.kind(value) & Kind.MANY or isinstance(value, cst.List | cst.Tuple | cst.Dict):
+    if code.kind(value) & Kind.CONTAINER or isinstance(value, cst.List | cst.Tuple | cst.Dict):
         unfixed_reason = "it is part of something larger"
     elif isinstance(node, cst.Assign):
         unfixed_reason = "the sum is written out"

@@ -93,7 +93,7 @@ class TensorCopy(Rule):
                 continue
             value = call.args[0].value
             kind = code.kind(value)
-            if kind & Kind.MANY or call.args[0].keyword is not None or call.args[0].star:
+            if kind & Kind.CONTAINER or call.args[0].keyword is not None or call.args[0].star:
                 continue
             if isinstance(value, cst.Name | cst.Attribute) and kind & Kind.TENSOR and not kind & Kind.ARRAY:
                 edits = (Edit(call, _cloned),) if len(call.args) == 1 else ()

@@ -40,7 +40,7 @@ from collections.abc import Iterable, Iterator
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import argument, is_word
+from hasten.doctor.source.syntax import argument, is_name
 from hasten.evidence import Evidence, Finding, Severity
 
 
@@ -63,7 +63,7 @@ class UnsafeLoad(Rule):
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find `torch.load(..., weights_only=False)`."""
         for call in code.script.calls:
-            if code.script.qualified(call.func) == "torch.load" and is_word(argument(call, "weights_only"), "False"):
+            if code.script.qualified(call.func) == "torch.load" and is_name(argument(call, "weights_only"), "False"):
                 yield Problem(
                     call,
                     "torch.load with weights_only=False runs any code that the file holds",

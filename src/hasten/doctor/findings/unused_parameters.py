@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Problem
-from hasten.doctor.source.syntax import argument, is_word, last_name
+from hasten.doctor.source.syntax import argument, is_name, last_name
 from hasten.evidence import Evidence, Finding, HowKnown, severity_of
 from hasten.evidence.waiting import per_step
 from hasten.evidence.weigh import share_of
@@ -70,7 +70,7 @@ class UnusedParameters(Rule):
         for call in code.script.calls:
             if not _WRAPS.search(last_name(call.func)):
                 continue
-            if is_word(argument(call, "find_unused_parameters"), "True"):
+            if is_name(argument(call, "find_unused_parameters"), "True"):
                 yield Problem(
                     call,
                     "DDP looks for unused parameters in every step",

@@ -50,7 +50,7 @@ import libcst as cst
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Edit, Problem
-from hasten.doctor.source.syntax import dotted, is_word, last_name, names_in, receiver, targets_of, walk
+from hasten.doctor.source.syntax import dotted, is_name, last_name, names_in, receiver, targets_of, walk
 from hasten.doctor.source.training import Loop
 from hasten.evidence import Evidence, Finding, Phase, Severity
 from hasten.evidence.figures import percent
@@ -140,7 +140,7 @@ def _needs_gradients(code: Code, loop: Loop) -> bool:
         isinstance(call, cst.Call)
         and last_name(call.func) == "requires_grad_"
         and call.args
-        and is_word(call.args[0].value, "False")
+        and is_name(call.args[0].value, "False")
         for call in walk(scope)
     )
 
@@ -176,7 +176,7 @@ def _only_validates(code: Code, function: cst.FunctionDef) -> bool:
         if isinstance(node, cst.Call):
             if (
                 code.training.goes_backward(node)
-                or code.training.steps(node)
+                or code.training.is_optimizer_step(node)
                 or last_name(node.func) == "requires_grad_"
             ):
                 return False

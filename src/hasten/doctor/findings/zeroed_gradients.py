@@ -43,7 +43,7 @@ import libcst as cst
 from hasten.doctor.rule import Rule
 from hasten.doctor.source.code import Code
 from hasten.doctor.source.problem import Edit, Problem
-from hasten.doctor.source.syntax import is_word, last_name, without_argument
+from hasten.doctor.source.syntax import is_name, last_name, without_argument
 from hasten.evidence import Evidence, Finding, HowKnown
 from hasten.evidence.waiting import in_ms, per_step
 from hasten.evidence.weigh import on_gpu, share_of, switched
@@ -88,7 +88,7 @@ class ZeroedGradients(Rule):
             if last_name(call.func) != "zero_grad" or not isinstance(call.func, cst.Attribute) or len(call.args) != 1:
                 continue
             arg = call.args[0]
-            if arg.star or not is_word(arg.value, "False") or (arg.keyword and arg.keyword.value != "set_to_none"):
+            if arg.star or not is_name(arg.value, "False") or (arg.keyword and arg.keyword.value != "set_to_none"):
                 continue
             if any(isinstance(node, cst.Attribute) and node.attr.value == "grad" for node in code.script.nodes):
                 continue  # the file reads `.grad`, which would be None

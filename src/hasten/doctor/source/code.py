@@ -81,11 +81,11 @@ class Code:
                 needed |= self._mentioned(call)
         grown = True
         while grown:  # until no assignment adds a name: `b = a; c = b; c.backward()` needs two rounds
-            before = len(needed)
+            count = len(needed)
             for targets, sources in edges:
                 if targets & needed:
                     needed |= sources
-            grown = len(needed) > before
+            grown = len(needed) > count
         return frozenset(needed)
 
     @staticmethod

@@ -53,7 +53,7 @@ def deferred(code: Code, node: cst.CSTNode) -> tuple[tuple[Edit, ...], str]:
         if (
             loss is None
             or not code.kind(loss) & Kind.GRAPH
-            or code.kind(loss) & Kind.MANY
+            or code.kind(loss) & Kind.CONTAINER
             or not _plain_around(addition.value, items[0])
         ):
             return (), f"not everything added to `{name}` is one loss"
@@ -119,7 +119,7 @@ def _reads_of(code: Code, statement: cst.AugAssign, name: str) -> list[cst.Name]
             continue
         if use == "bound":
             return f"`{name}` is given other values"
-        if use == "odd" or code.script.scope(node) is not scope:
+        if use == "unusual" or code.script.scope(node) is not scope:
             return f"`{name}` is used in a way that is not simple"
         if code.training.in_step(node):
             return f"`{name}` is read in every step"
@@ -132,23 +132,23 @@ def _use(code: Code, node: cst.Name) -> str:
 
     Returns:
         "read": its value is read. "other": it is not read (`x.name`, `f(name=1)`), is added to, or is assigned a
-        number. "bound": it is assigned anything else. "odd": any other way of binding it, such as a loop's target.
+        number. "bound": it is assigned anything else. "unusual": any other way of binding it, such as a loop's target.
     """
-    above = code.script.parents[node]
-    if isinstance(above, cst.Attribute) and above.attr is node:
+    parent = code.script.parents[node]
+    if isinstance(parent, cst.Attribute) and parent.attr is node:
         return "other"
-    if isinstance(above, cst.Arg) and above.keyword is node:
+    if isinstance(parent, cst.Arg) and parent.keyword is node:
         return "other"
-    if isinstance(above, cst.AugAssign) and above.target is node:
-        return "other" if isinstance(above.operator, cst.AddAssign) else "odd"
-    if isinstance(above, cst.AssignTarget | cst.Element):
-        target, index = above, -1
-        if isinstance(above, cst.Element):  # `total, right = 0.0, 0`
-            sequence = code.script.parents[above]
+    if isinstance(parent, cst.AugAssign) and parent.target is node:
+        return "other" if isinstance(parent.operator, cst.AddAssign) else "unusual"
+    if isinstance(parent, cst.AssignTarget | cst.Element):
+        target, index = parent, -1
+        if isinstance(parent, cst.Element):  # `total, right = 0.0, 0`
+            sequence = code.script.parents[parent]
             assignment = code.script.parents[sequence]
             if not isinstance(sequence, cst.Tuple) or not isinstance(assignment, cst.AssignTarget):
-                return "odd" if _is_target(code, above) else "read"
-            target, index = assignment, list(sequence.elements).index(above)
+                return "unusual" if _is_target(code, parent) else "read"
+            target, index = assignment, list(sequence.elements).index(parent)
         assigned = code.script.parents[target]
         value = assigned.value if isinstance(assigned, cst.Assign) else None
         if index >= 0:
@@ -156,14 +156,14 @@ def _use(code: Code, node: cst.Name) -> str:
                 value.elements[index].value if isinstance(value, cst.Tuple) and index < len(value.elements) else None
             )
         return "other" if isinstance(value, cst.Float | cst.Integer) else "bound"
-    odd = (cst.Param, cst.NamedExpr, cst.Del, cst.For, cst.CompFor, cst.AsName, cst.AnnAssign)
-    return "odd" if isinstance(above, odd) else "read"
+    other_bindings = (cst.Param, cst.NamedExpr, cst.Del, cst.For, cst.CompFor, cst.AsName, cst.AnnAssign)
+    return "unusual" if isinstance(parent, other_bindings) else "read"
 
 
 def _is_target(code: Code, node: cst.CSTNode) -> bool:
     """Return whether an element of a tuple or list is bound there, not read: `a, (b, c) = f()`."""
-    above = code.script.parents[node]
-    while isinstance(above, cst.Tuple | cst.List | cst.Element):
-        node, above = above, code.script.parents[above]
-    loop = isinstance(above, cst.For) and above.target is node
-    return loop or isinstance(above, cst.AssignTarget | cst.CompFor | cst.Del)
+    parent = code.script.parents[node]
+    while isinstance(parent, cst.Tuple | cst.List | cst.Element):
+        node, parent = parent, code.script.parents[parent]
+    loop = isinstance(parent, cst.For) and parent.target is node
+    return loop or isinstance(parent, cst.AssignTarget | cst.CompFor | cst.Del)

@@ -51,11 +51,11 @@ class Expressions:
             if name in self.script.called:
                 kind = Kind.PLAIN  # it is called somewhere: a module, as in `net = net.to(device)`, not a tensor
             self.names[name] = kind
-            for attribute in [known for known in self.names if known.startswith(f"{name}.")]:
-                del self.names[attribute]  # `batch = next(it)` invalidates what is known of `batch.x`
+            for stale in [attribute for attribute in self.names if attribute.startswith(f"{name}.")]:
+                del self.names[stale]  # `batch = next(it)` invalidates what is known of `batch.x`
         elif isinstance(target, cst.Subscript) and dotted(target.value):
             owner = dotted(target.value)
-            self.names[owner] = self.names.get(owner, Kind.PLAIN) | kind | (Kind.MANY if kind else Kind.PLAIN)
+            self.names[owner] = self.names.get(owner, Kind.PLAIN) | kind | (Kind.CONTAINER if kind else Kind.PLAIN)
         self.kinds[target] = kind
 
     def eval(self, node: cst.CSTNode) -> Kind:
@@ -67,8 +67,8 @@ class Expressions:
     def _combined(self, node: cst.CSTNode) -> Kind:
         """Evaluate all children of a node, and return their flags combined."""
         kind = Kind.PLAIN
-        for below in children(node):
-            kind |= self.eval(below)
+        for child in children(node):
+            kind |= self.eval(child)
         return kind
 
     def _kind(self, node: cst.CSTNode) -> Kind:
@@ -87,14 +87,14 @@ class Expressions:
         if isinstance(node, cst.Subscript):
             for element in node.slice:
                 self.eval(element)
-            return self.eval(node.value) & ~Kind.MANY
+            return self.eval(node.value) & ~Kind.CONTAINER
         if isinstance(node, cst.Comparison):
             kind = self.eval(node.left)
-            for part in node.comparisons:
-                kind |= self.eval(part.comparator)
-                if isinstance(part.operator, cst.Is | cst.IsNot | cst.In | cst.NotIn):
+            for comparison in node.comparisons:
+                kind |= self.eval(comparison.comparator)
+                if isinstance(comparison.operator, cst.Is | cst.IsNot | cst.In | cst.NotIn):
                     return Kind.PLAIN
-            return kind & ~(Kind.GRAPH | Kind.MANY)
+            return kind & ~(Kind.GRAPH | Kind.CONTAINER)
         if isinstance(node, cst.BooleanOperation):  # the value is one of the sides: only what they share is certain
             return self.eval(node.left) & self.eval(node.right)
         if isinstance(node, cst.UnaryOperation):
@@ -109,7 +109,7 @@ class Expressions:
             return self.eval(node.body) & self.eval(node.orelse)
         if isinstance(node, cst.List | cst.Tuple | cst.Set | cst.Dict):
             kind = self._combined(node)
-            return kind | Kind.MANY if kind else kind
+            return kind | Kind.CONTAINER if kind else kind
         if isinstance(node, cst.BaseComp):
             return self._comprehension(node)
         if isinstance(node, cst.NamedExpr):
@@ -126,21 +126,21 @@ class Expressions:
     def _comprehension(self, node: cst.BaseComp) -> Kind:
         """Return the kind of a comprehension, whose targets are bound only inside it."""
         saved = dict(self.names)
-        part: cst.CompFor | None = node.for_in
-        while part is not None:
-            kind = self.eval(part.iter)
-            for target in targets_of(part.target):
-                self.bind(target, kind & ~Kind.MANY)
-            for condition in part.ifs:
+        clause: cst.CompFor | None = node.for_in
+        while clause is not None:
+            kind = self.eval(clause.iter)
+            for target in targets_of(clause.target):
+                self.bind(target, kind & ~Kind.CONTAINER)
+            for condition in clause.ifs:
                 self.eval(condition.test)
-            part = part.inner_for_in
+            clause = clause.inner_for_in
         if isinstance(node, cst.DictComp):
             self.eval(node.key)
             kind = self.eval(node.value)
         else:
             kind = self.eval(cast(cst.ListComp, node).elt)
         self.names = saved
-        return kind | Kind.MANY if kind else kind
+        return kind | Kind.CONTAINER if kind else kind
 
     def _call(self, node: cst.Call) -> Kind:
         """Return the kind of a call's result, by the first that applies: builtin, NumPy, torch, model, method, own."""
@@ -155,7 +155,7 @@ class Expressions:
         if dotted(node.func) in ("list", "tuple", "dict", "zip", "enumerate", "reversed", "sorted"):
             return combined
         if dotted(node.func) in ("sum", "max", "min", "abs"):
-            return combined & ~Kind.MANY
+            return combined & ~Kind.CONTAINER
         if full.startswith("numpy."):
             # Capitalized names are not functions that return an array, such as numpy.random.RandomState.
             return Kind.ARRAY if name not in ("save", "savez") and name[:1].islower() else Kind.PLAIN
@@ -164,8 +164,8 @@ class Expressions:
         ):
             return self._torch_function(node, name, full, combined) & ~no_graph
         if full.startswith("torch.nn.functional."):  # within a step it is assumed to work on the model's output
-            return (COMPUTED if self.training.in_step(node) else combined | Kind.TENSOR) & ~no_graph & ~Kind.MANY
-        if self.training.any and self._calls_module(node):
+            return (COMPUTED if self.training.in_step(node) else combined | Kind.TENSOR) & ~no_graph & ~Kind.CONTAINER
+        if self.training.trains and self._calls_module(node):
             return COMPUTED & ~no_graph
         if inner is not None:
             return self._method(node, name, self.eval(inner), inner, argument_kinds) & ~no_graph
@@ -175,7 +175,7 @@ class Expressions:
         """Return whether a call runs a model or a loss module, judging by the name that is called."""
         name = dotted(node.func)
         if not name or name in self.script.functions or name in self.script.classes or name[:1].isupper():
-            return bool(node.args) and name in ("self", "self.forward")
+            return False
         return (name == "self" and bool(node.args)) or self.script.names_model(name)
 
     def _torch_function(self, node: cst.Call, name: str, full: str, combined: Kind) -> Kind:
@@ -195,7 +195,7 @@ class Expressions:
         if name in ("save", "load", "manual_seed", "compile", "device", "is_tensor", "numel", "no_grad"):
             return Kind.PLAIN
         if name.endswith("_like"):
-            return combined & ~(Kind.GRAPH | Kind.MANY)
+            return combined & ~(Kind.GRAPH | Kind.CONTAINER)
         kind = combined & (COMPUTED if name not in NO_GRADIENT else Kind.TENSOR | Kind.DEVICE)
         return kind | Kind.TENSOR if kind else Kind.PLAIN
 
@@ -216,8 +216,8 @@ class Expressions:
             for argument_kind in argument_kinds:
                 added |= argument_kind
             # `x.add(y)` of a tensor is arithmetic; a value that is no tensor, or holds many, is taken for a container.
-            if (added and not kind & Kind.TENSOR) or kind & Kind.MANY:
-                self.names[dotted(inner)] = kind | added | (Kind.MANY if added else Kind.PLAIN)
+            if (added and not kind & Kind.TENSOR) or kind & Kind.CONTAINER:
+                self.names[dotted(inner)] = kind | added | (Kind.CONTAINER if added else Kind.PLAIN)
                 return Kind.PLAIN
         if name in PLAIN_METHODS:
             return Kind.PLAIN
@@ -232,11 +232,11 @@ class Expressions:
         if name == "numpy":
             return Kind.ARRAY if kind & Kind.TENSOR else Kind.PLAIN
         if name in NO_GRADIENT:
-            return kind & ~(Kind.GRAPH | Kind.MANY)
+            return kind & ~(Kind.GRAPH | Kind.CONTAINER)
         if name in ("get", "pop", "values", "items", "copy"):
-            return kind & ~(Kind.MANY if name in ("get", "pop") else Kind.PLAIN)
+            return kind & ~(Kind.CONTAINER if name in ("get", "pop") else Kind.PLAIN)
         if kind & (Kind.TENSOR | Kind.ARRAY):
-            return kind & ~Kind.MANY
+            return kind & ~Kind.CONTAINER
         return self._own_function(node, argument_kinds)
 
     def _is_called(self, node: cst.BaseExpression) -> bool:

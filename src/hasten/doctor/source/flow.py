@@ -69,7 +69,7 @@ class Flow:
                 if isinstance(node, cst.For):
                     kind = self._expressions.eval(node.iter)
                     for target in targets_of(node.target):
-                        self._expressions.bind(target, kind & ~Kind.MANY)
+                        self._expressions.bind(target, kind & ~Kind.CONTAINER)
                 else:
                     self._expressions.eval(node.test)
                 self._statement(node.body)
@@ -77,12 +77,12 @@ class Flow:
                 self._statement(node.orelse.body)
         elif isinstance(node, cst.If):
             self._expressions.eval(node.test)
-            before = dict(self._expressions.names)
+            names_before = dict(self._expressions.names)
             self._statement(node.body)
-            after, self._expressions.names = self._expressions.names, before
+            names_after, self._expressions.names = self._expressions.names, names_before
             if node.orelse is not None:
                 self._statement(node.orelse)
-            self._expressions.names = _joined(after, self._expressions.names)
+            self._expressions.names = _joined(names_after, self._expressions.names)
         elif isinstance(node, cst.Else | cst.Finally | cst.ExceptHandler):
             self._statement(node.body)
         elif isinstance(node, cst.With):
@@ -91,9 +91,9 @@ class Flow:
             self._statement(node.body)
         elif isinstance(node, cst.Try):
             self._statement(node.body)
-            for part in (*node.handlers, node.orelse, node.finalbody):
-                if part is not None:
-                    self._statement(part)
+            for clause in (*node.handlers, node.orelse, node.finalbody):
+                if clause is not None:
+                    self._statement(clause)
         elif isinstance(node, cst.FunctionDef | cst.ClassDef):
             return
         else:
@@ -125,13 +125,13 @@ class Flow:
         if isinstance(target, cst.Tuple | cst.List):
             values = list(targets_of(value)) if isinstance(value, cst.Tuple | cst.List) else []
             if len(values) == len(targets):
-                for part, source in zip(targets, values, strict=True):
-                    self._assign(part, source, self.of(source))
+                for element, element_value in zip(targets, values, strict=True):
+                    self._assign(element, element_value, self.of(element_value))
                 return
-            for position, part in enumerate(targets):
+            for position, element in enumerate(targets):
                 # The indices of `values, indices = out.max(1)` are integers: they have no graph.
                 is_index = position == 1 and isinstance(value, cst.Call) and last_name(value.func) in WITH_INDEX
-                self._expressions.bind(part, kind & ~(Kind.MANY | (Kind.GRAPH if is_index else Kind.PLAIN)))
+                self._expressions.bind(element, kind & ~(Kind.CONTAINER | (Kind.GRAPH if is_index else Kind.PLAIN)))
             return
         name = dotted(target)
         unknown = isinstance(value, cst.Call) and last_name(value.func) not in PLAIN_METHODS | PLAIN_CALLS

@@ -9,8 +9,8 @@ class Kind(IntFlag):
     """Flags that describe a value. Several may hold: a loss is TENSOR | DEVICE | GRAPH.
 
     PLAIN (0): an unknown value, or a plain number. TENSOR: a torch tensor. DEVICE: on the device, if the script uses
-    one. GRAPH: it requires gradients, and so keeps an autograd graph alive. ARRAY: a NumPy array. MANY: a list, tuple
-    or dict of values with the other flags.
+    one. GRAPH: it requires gradients, and so keeps an autograd graph alive. ARRAY: a NumPy array. CONTAINER: a list,
+    tuple or dict of values with the other flags.
     """
 
     PLAIN = 0
@@ -18,7 +18,7 @@ class Kind(IntFlag):
     DEVICE = 2
     GRAPH = 4
     ARRAY = 8
-    MANY = 16
+    CONTAINER = 16
 
 
 COMPUTED = Kind.TENSOR | Kind.DEVICE | Kind.GRAPH  # the output of a model

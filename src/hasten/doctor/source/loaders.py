@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from hasten.doctor.source.code import Code
-from hasten.doctor.source.syntax import argument, dotted, is_open, is_word, last_name, names_in
+from hasten.doctor.source.syntax import argument, dotted, has_star_arguments, is_name, last_name, names_in
 
 # Names of loaders, datasets and functions for validation ("val_loader", "testset") and for training.
 TEST = re.compile(
@@ -23,7 +23,7 @@ def loader_calls(code: Code) -> Iterator[tuple[cst.Call, str]]:
         full = code.script.qualified(call.func)
         if (
             last_name(call.func) != "DataLoader"
-            or is_open(call)
+            or has_star_arguments(call)
             # Their loaders are also named DataLoader, but have other arguments or defaults.
             or full.startswith(("torch_geometric", "torchdata", "monai"))
         ):
@@ -35,13 +35,13 @@ def loader_calls(code: Code) -> Iterator[tuple[cst.Call, str]]:
 
 def name_given(code: Code, call: cst.Call) -> str:
     """Return the name that a loader is assigned to, or of the function or dict key around it; "" without any."""
-    for above in code.script.ancestors(call):
-        if isinstance(above, cst.Assign):
-            return dotted(above.targets[0].target)
-        if isinstance(above, cst.FunctionDef):
-            return above.name.value
-        if isinstance(above, cst.DictElement):
-            return str(code.script.value_of(above.key))
+    for ancestor in code.script.ancestors(call):
+        if isinstance(ancestor, cst.Assign):
+            return dotted(ancestor.targets[0].target)
+        if isinstance(ancestor, cst.FunctionDef):
+            return ancestor.name.value
+        if isinstance(ancestor, cst.DictElement):
+            return str(code.script.value_of(ancestor.key))
     return ""
 
 
@@ -63,6 +63,6 @@ def trains_with(code: Code, call: cst.Call, name: str) -> bool:
         return False
     if TRAIN.search(short):
         return True
-    if is_word(argument(call, "shuffle", 2), "True"):
+    if is_name(argument(call, "shuffle", 2), "True"):
         return True
     return any(short in names_in(loop.iter) for loop in code.training.step_loops if isinstance(loop, cst.For))

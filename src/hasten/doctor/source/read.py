@@ -65,16 +65,16 @@ def python_files(paths: Sequence[Path]) -> Iterator[Path]:
     Each file is yielded once, also if several paths or links lead to it. A path that does not exist is yielded too, so
     that reading it reports the error.
     """
-    seen: set[str] = set()
+    real_paths: set[str] = set()
     for path in paths:
-        for file in _below(path) if path.is_dir() else [path]:
-            real = os.path.realpath(file)
-            if real not in seen:
-                seen.add(real)
+        for file in _python_files_in(path) if path.is_dir() else [path]:
+            real_path = os.path.realpath(file)
+            if real_path not in real_paths:
+                real_paths.add(real_path)
                 yield file
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _python_files_in(folder: Path) -> Iterator[Path]:
     """Yield the `.py` files below a folder, except in virtual environments, build folders and linked folders."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -85,7 +85,7 @@ def _below(folder: Path) -> Iterator[Path]:
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):  # a link to a folder above would never end
             if entry.name not in SKIPPED and not (path / "pyvenv.cfg").exists():
-                yield from _below(path)
+                yield from _python_files_in(path)
         elif entry.name.endswith(".py") and entry.is_file():
             yield path
 
@@ -124,7 +124,7 @@ def parse(text: Text) -> Script | None:
     Raises:
         UnreadableError: It is not valid Python.
     """
-    _compiles(text)  # before libcst: Python has the better error messages, and refuses code that is nested too deep
+    _check_syntax(text)  # before libcst: Python has the better error messages, and refuses code that is nested too deep
     if not _IMPORTS.search(text.text):
         return None
     try:
@@ -138,7 +138,7 @@ def parse(text: Text) -> Script | None:
     return Script(module)
 
 
-def _compiles(text: Text) -> None:
+def _check_syntax(text: Text) -> None:
     """Raise `UnreadableError` if Python cannot parse the text."""
     import ast
     import warnings

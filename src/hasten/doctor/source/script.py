@@ -17,7 +17,7 @@ from hasten.doctor.source.names import (
     sounds_like_model,
     sounds_like_optimizer,
 )
-from hasten.doctor.source.syntax import argument, children, dotted, is_word, last_name, receiver, targets_of
+from hasten.doctor.source.syntax import argument, children, dotted, is_name, last_name, receiver, targets_of
 
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad", "torch.autograd.inference_mode")
 Scope = cst.FunctionDef | cst.Lambda | cst.Module
@@ -41,9 +41,9 @@ class Script:
         while pending:
             node = pending.pop()
             self.nodes.append(node)
-            below = list(children(node))
-            self.parents.update(dict.fromkeys(below, node))
-            pending.extend(reversed(below))
+            child_nodes = list(children(node))
+            self.parents.update(dict.fromkeys(child_nodes, node))
+            pending.extend(reversed(child_nodes))
         self.imports = dict(imports_of(self.nodes))
         self._models: dict[str, bool] = {}
 
@@ -121,8 +121,8 @@ class Script:
     def qualified(self, node: cst.CSTNode) -> str:
         """Return an expression's full name according to the file's imports: "torch.nn.Linear" for `nn.Linear`."""
         name = dotted(node)
-        first, dot, rest = name.partition(".")
-        return f"{self.imports.get(first, first)}{dot}{rest}"
+        first, dot, attributes = name.partition(".")
+        return f"{self.imports.get(first, first)}{dot}{attributes}"
 
     def is_optimizer(self, node: cst.CSTNode) -> bool:
         """Return whether a node is a call that creates one of torch's optimizers."""
@@ -144,8 +144,8 @@ class Script:
         """Return whether a name holds a model or a loss module, so that calling it makes a graph."""
         if name not in self._models:
             self._models[name] = False  # provisional: for `x = x.to(device)`, makes_module asks about `x` again
-            made = sounds_like_model(name) or any(map(self.makes_module, self.assigned(name)))
-            self._models[name] = made and not sounds_like_action(name)
+            is_model = sounds_like_model(name) or any(map(self.makes_module, self.assigned(name)))
+            self._models[name] = is_model and not sounds_like_action(name)
         return self._models[name]
 
     def makes_module(self, value: cst.BaseExpression) -> bool:
@@ -175,20 +175,20 @@ class Script:
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield a node's ancestors, from its parent up to the module."""
-        while (above := self.parents.get(node)) is not None:
-            yield above
-            node = above
+        while (ancestor := self.parents.get(node)) is not None:
+            yield ancestor
+            node = ancestor
 
     def scope(self, node: cst.CSTNode) -> Scope:
         """Return the innermost function or lambda whose body contains a node, or the module.
 
         Decorators, defaults and parameters of a function belong to the scope around it.
         """
-        below = node
-        for above in self.ancestors(node):
-            if isinstance(above, cst.FunctionDef | cst.Lambda) and below is above.body:
-                return above
-            below = above
+        child = node
+        for ancestor in self.ancestors(node):
+            if isinstance(ancestor, cst.FunctionDef | cst.Lambda) and child is ancestor.body:
+                return ancestor
+            child = ancestor
         return self.module
 
     def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
@@ -197,12 +197,12 @@ class Script:
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the statement that contains a node, or the node if it is a statement."""
-        kinds = (cst.SimpleStatementLine, cst.BaseCompoundStatement, cst.SimpleStatementSuite)
-        while not isinstance(node, kinds):
-            above = self.parents.get(node)
-            if above is None:
+        statement_types = (cst.SimpleStatementLine, cst.BaseCompoundStatement, cst.SimpleStatementSuite)
+        while not isinstance(node, statement_types):
+            parent = self.parents.get(node)
+            if parent is None:
                 return node
-            node = above
+            node = parent
         return node
 
     def under_no_grad(self, node: cst.CSTNode) -> bool:
@@ -213,10 +213,10 @@ class Script:
         """
         if not self.mentions("no_grad", "inference_mode", "set_grad_enabled"):
             return False
-        for above in self.ancestors(node):
-            if isinstance(above, cst.With) and any(self._no_grad(item.item) for item in above.items):
+        for ancestor in self.ancestors(node):
+            if isinstance(ancestor, cst.With) and any(self._no_grad(item.item) for item in ancestor.items):
                 return True
-            if isinstance(above, cst.FunctionDef) and any(self._no_grad(d.decorator) for d in above.decorators):
+            if isinstance(ancestor, cst.FunctionDef) and any(self._no_grad(d.decorator) for d in ancestor.decorators):
                 return True
         # By line, not by control flow: a later set_grad_enabled(True) does not count.
         return any(
@@ -238,7 +238,7 @@ class Script:
         call = node if isinstance(node, cst.Call) else None
         full = self.qualified(call.func if call else node)
         if last_name(call.func if call else node) == "set_grad_enabled":
-            return call is not None and bool(call.args) and not is_word(call.args[0].value, "True")
+            return call is not None and bool(call.args) and not is_name(call.args[0].value, "True")
         return full in _NO_GRAD or full.split(".")[-1] in ("no_grad", "inference_mode")
 
     # -- values -------------------------------------------------------------------------------------------

@@ -42,10 +42,10 @@ def walk_scope(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     pending = list(children(node))
     yield node
     while pending:
-        below = pending.pop(0)
-        yield below
-        if not isinstance(below, cst.FunctionDef | cst.Lambda | cst.ClassDef):
-            pending[0:0] = children(below)
+        child = pending.pop(0)
+        yield child
+        if not isinstance(child, cst.FunctionDef | cst.Lambda | cst.ClassDef):
+            pending[0:0] = children(child)
 
 
 def dotted(node: cst.CSTNode) -> str:
@@ -87,12 +87,12 @@ def argument(call: cst.Call, name: str, position: int = -1) -> cst.BaseExpressio
     return None
 
 
-def is_open(call: cst.Call) -> bool:
+def has_star_arguments(call: cst.Call) -> bool:
     """Return whether a call has `*` or `**` arguments, so that not all of its arguments can be read."""
     return any(arg.star for arg in call.args)
 
 
-def is_word(node: cst.CSTNode | None, word: str) -> bool:
+def is_name(node: cst.CSTNode | None, word: str) -> bool:
     """Return whether a node is the name `word`, such as True, False or None."""
     return isinstance(node, cst.Name) and node.value == word
 
@@ -111,7 +111,7 @@ def targets_of(target: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
         yield target
 
 
-def block(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+def statements_of(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
     """Return the statements of a body; none if it is a single line."""
     body = getattr(node, "body", ())
     return body if isinstance(body, list | tuple) else ()
@@ -125,7 +125,7 @@ def device_of(call: cst.Call) -> cst.BaseExpression | None:
     """
     name = last_name(call.func)
     args = [arg for arg in call.args if arg.keyword is None or arg.keyword.value != "non_blocking"]
-    if receiver(call) is None or len(args) > 1 or is_open(call):
+    if receiver(call) is None or len(args) > 1 or has_star_arguments(call):
         return None
     if name == "cuda":
         return args[0].value if args else cst.SimpleString('"cuda"')

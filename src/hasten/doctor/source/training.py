@@ -13,7 +13,7 @@ from functools import cached_property
 import libcst as cst
 
 from hasten.doctor.source.script import Script
-from hasten.doctor.source.syntax import argument, block, dotted, last_name, names_in, receiver, walk, walk_scope
+from hasten.doctor.source.syntax import argument, dotted, last_name, names_in, receiver, statements_of, walk, walk_scope
 
 Loop = cst.For | cst.While
 _VALIDATES = re.compile(
@@ -55,11 +55,11 @@ class Training:
             function for function in script.functions.get("training_step", ()) if script.class_of(function) is not None
         }
         self.training_functions: set[cst.CSTNode] = set()
-        steps = [call for call in script.calls if self.goes_backward(call) or self.steps(call)]
+        steps = [call for call in script.calls if self.goes_backward(call) or self.is_optimizer_step(call)]
         for call in steps:
-            self._place(call, 0)
+            self._mark_step(call, 0)
 
-    def _place(self, call: cst.CSTNode, depth: int) -> None:
+    def _mark_step(self, call: cst.CSTNode, depth: int) -> None:
         """Mark the loops and the function around a call that is part of a step, and around the function's callers.
 
         Args:
@@ -73,7 +73,7 @@ class Training:
             self.step_loops.add(loops[0])
             self.epoch_loops.update(loop for loop in loops[1:] if loop not in self.step_loops)
             # With micro-batches, the inner loop goes backward and the loop around it steps the optimizer. The latter
-            # was marked as an epoch loop when `backward` was placed, and turns out to be a step loop now.
+            # was marked as an epoch loop when `backward` was marked, and turns out to be a step loop now.
             self.epoch_loops -= self.step_loops
         scope = self.script.scope(call)
         if not isinstance(scope, cst.FunctionDef):
@@ -89,7 +89,7 @@ class Training:
                 self.epoch_loops.update(loop for loop in self.loops_around(caller) if loop not in self.step_loops)
             return
         for caller in callers:
-            self._place(caller, depth + 1)
+            self._mark_step(caller, depth + 1)
         repeated = (
             self.step_loops.intersection(self.loops_around(caller)) or self.script.scope(caller) in marked
             for caller in callers
@@ -120,7 +120,7 @@ class Training:
         inner = receiver(call)
         return name == "backward" and inner is not None and dotted(inner) not in ("ctx", "super", "cls")
 
-    def steps(self, call: cst.Call) -> bool:
+    def is_optimizer_step(self, call: cst.Call) -> bool:
         """Return whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
         inner = receiver(call)
         if last_name(call.func) != "step" or inner is None:
@@ -131,13 +131,13 @@ class Training:
     def loops_around(self, node: cst.CSTNode) -> list[Loop]:
         """Return the loops of the same function whose bodies contain a node, innermost first."""
         loops: list[Loop] = []
-        below = node
-        for above in self.script.ancestors(node):
-            if isinstance(above, cst.FunctionDef | cst.Lambda | cst.ClassDef) and below is above.body:
+        child = node
+        for ancestor in self.script.ancestors(node):
+            if isinstance(ancestor, cst.FunctionDef | cst.Lambda | cst.ClassDef) and child is ancestor.body:
                 break
-            if isinstance(above, Loop) and below is above.body:
-                loops.append(above)
-            below = above
+            if isinstance(ancestor, Loop) and child is ancestor.body:
+                loops.append(ancestor)
+            child = ancestor
         return loops
 
     @cached_property
@@ -163,7 +163,7 @@ class Training:
         return names_by_scope
 
     @property
-    def any(self) -> bool:
+    def trains(self) -> bool:
         """Whether the file trains."""
         return bool(self.step_loops or self.step_functions)
 
@@ -173,41 +173,41 @@ class Training:
 
     def step_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the step loop or step function in which a node runs at every step; None if it does not."""
-        below = node
-        for above in self.script.ancestors(node):
-            if isinstance(above, cst.FunctionDef | cst.Lambda) and below is above.body:
-                return above if above in self.step_functions else None
-            if isinstance(above, cst.ClassDef | cst.ExceptHandler):
+        child = node
+        for ancestor in self.script.ancestors(node):
+            if isinstance(ancestor, cst.FunctionDef | cst.Lambda) and child is ancestor.body:
+                return ancestor if ancestor in self.step_functions else None
+            if isinstance(ancestor, cst.ClassDef | cst.ExceptHandler):
                 return None
-            if isinstance(above, Loop) and below is above.body:
-                if above in self.step_loops:
-                    return above
-                if self.validates_by_name(above):
+            if isinstance(ancestor, Loop) and child is ancestor.body:
+                if ancestor in self.step_loops:
+                    return ancestor
+                if self.validates_by_name(ancestor):
                     return None
-            if self._rarely(above, below):
+            if self._rarely(ancestor, child):
                 return None
-            below = above
+            child = ancestor
         return None
 
     def validates_by_name(self, loop: Loop) -> bool:
         """Return whether a loop iterates over validation data, by the names in its header: `for x in val_loader`."""
         return isinstance(loop, cst.For) and any(_VALIDATES.search(name) for name in names_in(loop.iter))
 
-    def _rarely(self, above: cst.CSTNode, below: cst.CSTNode) -> bool:
-        """Return whether `below` runs only in some steps because of its parent `above`.
+    def _rarely(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
+        """Return whether `child` runs only in some steps because of its parent `parent`.
 
         It does in the body of an `if` with a rare test or that leaves the step, and after `if step % 10: continue`.
         The `else` of a rare test runs in most steps.
         """
-        if isinstance(above, cst.If | cst.IfExp):
-            if below is above.body:
-                return self.rare_test(above.test) or self._leaves(above.body)
+        if isinstance(parent, cst.If | cst.IfExp):
+            if child is parent.body:
+                return self.rare_test(parent.test) or self._exits(parent.body)
             return False
-        if isinstance(above, cst.IndentedBlock | cst.Module):
-            for statement in above.body:
-                if statement is below:
+        if isinstance(parent, cst.IndentedBlock | cst.Module):
+            for statement in parent.body:
+                if statement is child:
                     return False
-                if isinstance(statement, cst.If) and self.rare_test(statement.test) and self._leaves(statement.body):
+                if isinstance(statement, cst.If) and self.rare_test(statement.test) and self._exits(statement.body):
                     return True
         return False
 
@@ -246,9 +246,9 @@ class Training:
         return names
 
     @staticmethod
-    def _leaves(body: cst.CSTNode) -> bool:
+    def _exits(body: cst.CSTNode) -> bool:
         """Return whether a block ends with break, return, raise, continue or exit."""
-        statements = block(body)
+        statements = statements_of(body)
         if not statements:
             return False
         last = statements[-1]
@@ -283,20 +283,20 @@ class Training:
         for loop in self.script.loops:
             if any(above in loops for above in self.script.ancestors(loop)):
                 continue
-            if self._trains(loop) or not self.calls_model(loop.body):
+            if self._contains_training(loop) or not self.calls_model(loop.body):
                 continue
             scope = self.script.scope(loop)
             named = isinstance(scope, cst.FunctionDef) and bool(_VALIDATES.search(scope.name.value))
-            if named or self._after_eval(loop) or (self.any and self.validates_by_name(loop)):
+            if named or self._after_eval(loop) or (self.trains and self.validates_by_name(loop)):
                 loops.append(loop)
         return loops
 
-    def _trains(self, node: cst.CSTNode) -> bool:
+    def _contains_training(self, node: cst.CSTNode) -> bool:
         """Return whether a node contains a part of a training step, or calls a function of the file that does."""
         for call in walk(node):
             if not isinstance(call, cst.Call):
                 continue
-            if self.goes_backward(call) or self.steps(call) or last_name(call.func) == "zero_grad":
+            if self.goes_backward(call) or self.is_optimizer_step(call) or last_name(call.func) == "zero_grad":
                 return True
             if self.script.qualified(call.func) == "torch.autograd.grad" or argument(call, "create_graph") is not None:
                 return True
