@@ -10,7 +10,7 @@ from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
 
 
-def _in(module: str) -> type[Rule]:
+def _rule_in(module: str) -> type[Rule]:
     """Return the rule that a module of this package defines.
 
     Raises:
@@ -26,7 +26,7 @@ def _in(module: str) -> type[Rule]:
     return rules[0]
 
 
-FINDINGS: dict[str, type[Rule]] = {module.name: _in(module.name) for module in pkgutil.iter_modules(__path__)}
+FINDINGS: dict[str, type[Rule]] = {module.name: _rule_in(module.name) for module in pkgutil.iter_modules(__path__)}
 """The rules by the name of their finding, in alphabetical order."""
 IN_CODE = tuple(name for name, rule in FINDINGS.items() if "code" in rule.detected_in())
 """Names of the findings that can be read from source code."""

@@ -72,15 +72,15 @@ class AccumulationNeedless(Rule):
         if total <= 0 or peak <= 0 or growing <= 0:
             return None
         share = _ON_GPU if on_gpu(evidence) else _ON_CPU
-        most = int((share * total - peak) / growing) + 1  # batches that fit: each further one adds `growing`
+        fitting = int((share * total - peak) / growing) + 1  # batches that fit: each further one adds `growing`
         if loader.samples:
-            most = min(most, loader.samples // loader.batch_size)
+            fitting = min(fitting, loader.samples // loader.batch_size)
         # Join a divisor of the accumulated batches, so that an optimizer step still sees the same number of samples.
-        times = max(factor for factor in range(1, added + 1) if added % factor == 0 and factor <= max(1, most))
-        if times < 2:
+        factor = max(divisor for divisor in range(1, added + 1) if added % divisor == 0 and divisor <= max(1, fitting))
+        if factor < 2:
             return None
-        larger, bound = times * loader.batch_size, peak + (times - 1) * growing
-        rest = f" and add up {added // times}" if times < added else ", without accumulation"
+        larger, bound = factor * loader.batch_size, peak + (factor - 1) * growing
+        rest = f" and add up {added // factor}" if factor < added else ", without accumulation"
         norms = sum(count for model in evidence.models for kind, count in model.layers.items() if "BatchNorm" in kind)
         return cls.finding(
             f"gradients of {added} batches of {loader.batch_size} are added up before each optimizer step, and memory "

@@ -74,8 +74,8 @@ class AccumulationSyncs(Rule):
         if not count or not evidence.steps:
             return None
         # Each optimizer step needs one exchange; the events count only those that no step followed.
-        wanted = max([optimizer.steps for optimizer in evidence.optimizers], default=0)
-        needless = count / (count + wanted)
+        necessary = max([optimizer.steps for optimizer in evidence.optimizers], default=0)
+        needless = count / (count + necessary)
         phase = seconds_of(evidence, Phase.SYNC) * needless
         seconds = max(phase, per_step(evidence, events))
         worth = share_of(evidence, seconds)
@@ -118,11 +118,11 @@ def _ddp(code: Code) -> list[cst.Call]:
 def _every_nth(code: Code, step: cst.Call) -> bool:
     """Return whether an `if` with a modulo guards an optimizer step in its loop: `if (i + 1) % 4 == 0`."""
     loop = next(iter(code.training.loops_around(step)), None)
-    for above in code.script.ancestors(step):
-        if above is loop:
+    for ancestor in code.script.ancestors(step):
+        if ancestor is loop:
             return False
-        if loop is not None and isinstance(above, cst.If):
-            for node in walk(above.test):
+        if loop is not None and isinstance(ancestor, cst.If):
+            for node in walk(ancestor.test):
                 if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
                     return True
     return False

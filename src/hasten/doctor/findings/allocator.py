@@ -65,25 +65,25 @@ class PagesFaultedAgain(Rule):
         points = [point for point in evidence.memory if point.faults is not None and point.system is not None]
         # The first third is warm-up: memory is touched for the first time.
         stretches = _undivided(evidence, points[len(points) // 3 :])
-        around = evidence.surroundings
+        environment = evidence.surroundings
         # A preloaded library has replaced glibc's allocator already.
-        if on_gpu(evidence) or not stretches or (around is not None and around.preload):
+        if on_gpu(evidence) or not stretches or (environment is not None and environment.preload):
             return None
         faults, seconds, grown = _per_step(stretches)
         # Newly grown memory must be faulted in whatever the allocator does.
-        if (again := faults - max(0.0, grown)) < _MANY:
+        if (refaults := faults - max(0.0, grown)) < _MANY:
             return None
         available = next(
             (name for name in ("glibc", "jemalloc", "tcmalloc") if not Allocator.useless(name, evidence.machine)), ""
         )
         # The training's threads fault in parallel, each on its own core, so wall time is CPU time divided by the cores.
         cores = max(1.0, mean_during(evidence, evidence.used.main) or 1.0)
-        worth = share_of(evidence, min(seconds, again * _PAGE) / cores * stretch(evidence))
+        worth = share_of(evidence, min(seconds, refaults * _PAGE) / cores * stretch(evidence))
         if worth < _CERTAIN and not is_sure(evidence, cls.name):
             return None
         worth, how_known, live = switched(evidence, cls.name, worth, HowKnown.ESTIMATED)
         return cls.timed(
-            f"memory is given back to the kernel and faulted in again, {again * 4096 / 2**20:.0f} MiB a step, which "
+            f"memory is given back to the kernel and faulted in again, {refaults * 4096 / 2**20:.0f} MiB a step, which "
             f"takes {in_ms(seconds)} of the kernel's CPU time",
             f"start the training with `hasten run`, or with GLIBC_TUNABLES={TUNABLES}",
             worth,
@@ -102,7 +102,9 @@ def _undivided(evidence: Evidence, points: list[MemoryPoint]) -> list[tuple[Memo
         index = bisect_left(numbers, point.step)
         return evidence.step_start[index] if index < len(numbers) else math.inf
 
-    borders = sorted(moment for over in evidence.passes for moment in (over.start, over.first, over.end))
+    borders = sorted(
+        moment for data_pass in evidence.passes for moment in (data_pass.start, data_pass.first, data_pass.end)
+    )
     return [
         (before, after)
         for before, after in pairwise(points)

@@ -58,14 +58,14 @@ class AttentionByHand(Rule):
         tried = evidence.measured_for(cls.name)
         if not tried:
             return None
-        first = max(tried, key=lambda trial: trial.saved * trial.calls)
+        best = max(tried, key=lambda trial: trial.saved * trial.calls)
         return cls.timed(
-            f"{first.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
-            f"{percent(first.gain)} less time",
+            f"{best.what} (batch, heads, length, width) is made by hand; scaled_dot_product_attention takes "
+            f"{percent(best.gain)} less time",
             "call torch.nn.functional.scaled_dot_product_attention(q, k, v), with is_causal=True for a causal mask",
             saved(evidence, [trial for trial in tried if trial.saved > 0]),
             HowKnown.MEASURED,
-            place=first.where,
+            place=best.where,
             details=(*map(in_words, tried), "tried without mask and dropout"),
         )
 
@@ -98,11 +98,11 @@ def _attention(code: Code, function: cst.FunctionDef) -> Iterator[Problem]:
         if not isinstance(node, cst.Assign | cst.Return) or node.value is None:
             continue
         target = dotted(node.targets[0].target) if isinstance(node, cst.Assign) else ""
-        of_scores = _mentions(node.value, scores) or any(_is_scores(code, below) for below in walk(node.value))
+        of_scores = _mentions(node.value, scores) or any(_is_scores(code, child) for child in walk(node.value))
         softmax = next(
             (c for c in walk(node.value) if isinstance(c, cst.Call) and last_name(c.func) == "softmax"), None
         )
-        product = any(_is_product(code, below, weights, softmaxes) for below in walk(node.value))
+        product = any(_is_product(code, child, weights, softmaxes) for child in walk(node.value))
         if product and softmaxes:
             if not _returned(function, weights):
                 yield Problem(
@@ -118,7 +118,7 @@ def _attention(code: Code, function: cst.FunctionDef) -> Iterator[Problem]:
             weights.add(target)
         elif _mentions(node.value, weights):
             # Arithmetic on the weights (`weights * gate`) has no place in torch's function; a dropout has.
-            if any(isinstance(below, cst.BinaryOperation) for below in walk(node.value)):
+            if any(isinstance(child, cst.BinaryOperation) for child in walk(node.value)):
                 return
             weights.add(target)
         elif of_scores:
@@ -144,7 +144,7 @@ def _mixes(code: Code, value: cst.BaseExpression, names: set[str]) -> bool:
 
 def _mentions(node: cst.CSTNode, names: set[str]) -> bool:
     """Return whether an expression uses one of these names."""
-    return any(dotted(below) in names for below in walk(node) if isinstance(below, cst.Name | cst.Attribute))
+    return any(dotted(child) in names for child in walk(node) if isinstance(child, cst.Name | cst.Attribute))
 
 
 def _operands(code: Code, node: cst.CSTNode) -> list[cst.BaseExpression]:
@@ -168,9 +168,9 @@ def _is_scores(code: Code, node: cst.CSTNode) -> bool:
         return False
     key = sides[1]
     transposed = any(
-        last_name(below) in ("transpose", "mT", "T", "permute", "swapaxes")
-        for below in walk(key)
-        if isinstance(below, cst.Attribute)
+        last_name(child) in ("transpose", "mT", "T", "permute", "swapaxes")
+        for child in walk(key)
+        if isinstance(child, cst.Attribute)
     )
     return transposed or last_name(key) in ("k_t", "kt", "key_t", "kT")
 
@@ -185,7 +185,7 @@ def _returned(function: cst.FunctionDef, weights: set[str]) -> bool:
     """Return whether a function returns its weights or stores them on `self`, so that other code may read them."""
     for node in walk(function.body):
         if isinstance(node, cst.Return) and node.value is not None:
-            if any(dotted(part) in weights for part in targets_of(node.value)):
+            if any(dotted(target) in weights for target in targets_of(node.value)):
                 return True
         elif isinstance(node, cst.Assign) and dotted(node.targets[0].target).startswith("self."):
             if _mentions(node.value, weights):

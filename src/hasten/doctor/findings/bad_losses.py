@@ -55,17 +55,17 @@ class BadLosses(Rule):
         steps = max(evidence.steps, evidence.bad_losses)
         first = f", the first in step {evidence.number(bad[0]) + 1}" if bad else ""
         # The last loss is bad as well: the training did not recover.
-        stayed = bool(bad) and bad[-1] == len(evidence.losses) - 1
+        unrecovered = bool(bad) and bad[-1] == len(evidence.losses) - 1
         half = any(model.autocast == "float16" or model.dtype == "float16" for model in evidence.models)
         unscaled = half and not evidence.flags.grad_scaler
-        where = next((optimizer.where for optimizer in evidence.optimizers if optimizer.steps), "")
+        optimizer_place = next((optimizer.where for optimizer in evidence.optimizers if optimizer.steps), "")
         return cls.finding(
             f"{evidence.bad_losses} of {steps} losses were NaN or infinite{first}",
             "compute in bfloat16, or scale the loss with torch.amp.GradScaler"
             if unscaled
             else "run the step before under torch.autograd.detect_anomaly() to see which operator made it; then a "
             "lower rate, a warm-up or clipped gradients",
-            Severity.HIGH if stayed or evidence.bad_losses > steps / 10 else Severity.MEDIUM,
-            place=where,
+            Severity.HIGH if unrecovered or evidence.bad_losses > steps / 10 else Severity.MEDIUM,
+            place=optimizer_place,
             details=("it computes in float16 without a GradScaler",) if unscaled else (),
         )

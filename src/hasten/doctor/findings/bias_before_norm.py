@@ -70,13 +70,13 @@ class BiasBeforeNorm(Rule):
         if not layers:
             return None
         worth = saved(evidence, [trial for trial in evidence.measured_for(cls.name) if trial.saved > 0])
-        known = worth if worth >= LEAST else None
-        more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        known_worth = worth if worth >= LEAST else None
+        others = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         # A run shows where a layer is called, not where it is built: the finding from the source has that line.
         return cls.finding(
-            f"{layers[0].path}{more}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
+            f"{layers[0].path}{others}: a bias right before {norm_of(evidence, layers[0])} is taken away again",
             "build it with bias=False",
-            severity_of(known), known, HowKnown.MEASURED if known else HowKnown.READ,
+            severity_of(known_worth), known_worth, HowKnown.MEASURED if known_worth else HowKnown.READ,
             where=layers[0].path,
             details=tuple(f"{layer.path}: {size_of(layer)}" for layer in layers),
         )  # fmt: skip
@@ -84,11 +84,11 @@ class BiasBeforeNorm(Rule):
     @classmethod
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find neighbours in a Sequential or a list of layers, and pairs that a forward calls one on the other."""
-        seen: set[cst.CSTNode] = set()
+        reported: set[cst.CSTNode] = set()
         for layer, norm, sure in (*_neighbours(code), *_pairs(code)):
-            if layer in seen or not _has_bias(layer):
+            if layer in reported or not _has_bias(layer):
                 continue
-            seen.add(layer)
+            reported.add(layer)
             unfixed_reason = "" if sure else "it is not certain that nothing else uses the layer"
             if not unfixed_reason and code.script.mentions("load_state_dict", "load_state_dict_from_url", "model_zoo"):
                 unfixed_reason = "the file loads checkpoints, which may hold the bias"
@@ -105,9 +105,9 @@ class BiasBeforeNorm(Rule):
             )
 
 
-def _layer(code: Code, node: cst.CSTNode | None, kinds: Iterable[str]) -> cst.Call | None:
+def _layer(code: Code, node: cst.CSTNode | None, layer_names: Iterable[str]) -> cst.Call | None:
     """Return the node as a call if it builds one of these torch.nn layers, else None."""
-    if isinstance(node, cst.Call) and last_name(node.func) in kinds:
+    if isinstance(node, cst.Call) and last_name(node.func) in layer_names:
         return node if code.script.qualified(node.func).startswith(("torch.nn.", "nn.")) else None
     return None
 
@@ -121,16 +121,16 @@ def _has_bias(call: cst.Call) -> bool:
 def _neighbours(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
     """Yield each layer with the norm right after it, and whether they are surely called in that order."""
     for node in code.script.nodes:
-        parts: list[cst.BaseExpression] = []
+        elements: list[cst.BaseExpression] = []
         sure = False
         if isinstance(node, cst.Call) and code.script.qualified(node.func) in ("torch.nn.Sequential", "nn.Sequential"):
-            parts = [arg.value for arg in node.args]
+            elements = [arg.value for arg in node.args]
             sure = True
         elif isinstance(node, cst.List) and not isinstance(code.script.parents[node], cst.Arg):
-            parts = [element.value for element in node.elements]
+            elements = [element.value for element in node.elements]
             sure = _becomes_sequential(code, node)
-        for left, right in pairwise(parts):
-            layer, norm = _layer(code, left, _BIASED), _layer(code, right, _NORMS)
+        for layer_node, norm_node in pairwise(elements):
+            layer, norm = _layer(code, layer_node, _BIASED), _layer(code, norm_node, _NORMS)
             if layer is not None and norm is not None:
                 yield layer, norm, sure
 
@@ -154,15 +154,17 @@ def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
     The third value is True if the class uses the layer only there, always before the same norm.
     """
     for owner in code.script.classes.values():
-        made = {
+        attributes = {
             dotted(target.target): node.value
             for node in walk(owner)
             if isinstance(node, cst.Assign)
             for target in node.targets
             if dotted(target.target).startswith("self.")
         }
-        layers = {name: call for name, value in made.items() if (call := _layer(code, value, _BIASED)) is not None}
-        norms = {name: call for name, value in made.items() if (call := _layer(code, value, _NORMS)) is not None}
+        layers = {
+            name: call for name, value in attributes.items() if (call := _layer(code, value, _BIASED)) is not None
+        }
+        norms = {name: call for name, value in attributes.items() if (call := _layer(code, value, _NORMS)) is not None}
         uses: dict[str, list[str]] = {name: [] for name in layers}
         mentions = dict.fromkeys(layers, 0)
         for node in walk(owner) if layers and norms else ():
@@ -171,25 +173,29 @@ def _pairs(code: Code) -> Iterator[tuple[cst.Call, cst.Call, bool]]:
                 mentions[name] += 1
             if isinstance(node, cst.Call) and dotted(node.func) in layers:
                 uses[dotted(node.func)].append(_called_on(code, node))
-        for name, after in uses.items():
-            if after and all(norm in norms for norm in after):
+        for name, following_norms in uses.items():
+            if following_norms and all(norm in norms for norm in following_norms):
                 # One mention is the assignment; any other than a call (a weight that is tied) makes it unsure.
-                yield layers[name], norms[after[0]], mentions[name] == 1 + len(after) and len(set(after)) == 1
+                yield (
+                    layers[name],
+                    norms[following_norms[0]],
+                    mentions[name] == 1 + len(following_norms) and len(set(following_norms)) == 1,
+                )
 
 
 def _called_on(code: Code, call: cst.Call) -> str:
     """Return the name of the module called on the result of a call, as in "self.bn1"; "" if other code may use it."""
-    above = code.script.parents[call]
-    if isinstance(above, cst.Arg):
-        outer = code.script.parents[above]
-        return dotted(outer.func) if isinstance(outer, cst.Call) else ""
-    if not isinstance(above, cst.Assign) or len(above.targets) != 1:
+    parent = code.script.parents[call]
+    if isinstance(parent, cst.Arg):
+        outer_call = code.script.parents[parent]
+        return dotted(outer_call.func) if isinstance(outer_call, cst.Call) else ""
+    if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
         return ""
-    name = dotted(above.targets[0].target)
-    line = code.script.parents[above]
+    name = dotted(parent.targets[0].target)
+    line = code.script.parents[parent]
     body = getattr(code.script.parents[line], "body", ())
-    at = list(body).index(line) if line in body else -1
-    following = body[at + 1] if 0 <= at < len(body) - 1 else None
+    position = list(body).index(line) if line in body else -1
+    following = body[position + 1] if 0 <= position < len(body) - 1 else None
     if not name or following is None:
         return ""
     for node in walk(following):

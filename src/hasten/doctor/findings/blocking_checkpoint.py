@@ -52,9 +52,9 @@ class BlockingCheckpoint(Rule):
         if not step or not saving:
             return None
         count = sum(event.count for event in events)
-        often = f", {count} times in {evidence.steps} steps" if count else ""
+        frequency = f", {count} times in {evidence.steps} steps" if count else ""
         return cls.timed(
-            f"the training stands still while checkpoints are written{often}: {in_ms(saving)} for each step of "
+            f"the training stands still while checkpoints are written{frequency}: {in_ms(saving)} for each step of "
             f"{in_ms(step)}",
             "save less often, or beside the training (torch.distributed.checkpoint.async_save; hasten's "
             "Trainer does so)",

@@ -98,13 +98,15 @@ class BlockingCopy(Rule):
             name = dotted(owner) if owner is not None else ""
             if name.split(".")[0] not in bound:
                 continue
-            whole = bound[name.split(".")[0]] and not isinstance(inner, cst.Subscript)
+            is_whole_batch = bound[name.split(".")[0]] and not isinstance(inner, cst.Subscript)
             yield Problem(
                 call,
                 f"`{code.text(call)}` waits for its copy, though the batch is in pinned memory",
                 "add non_blocking=True",
-                () if whole else (Edit(call, lambda now: with_keyword(now, "non_blocking", cst.Name("True"))),),
-                "the batch is one object, which may not take non_blocking" if whole else "",
+                ()
+                if is_whole_batch
+                else (Edit(call, lambda now: with_keyword(now, "non_blocking", cst.Name("True"))),),
+                "the batch is one object, which may not take non_blocking" if is_whole_batch else "",
             )
 
 
@@ -113,25 +115,27 @@ def _batch_names(code: Code, node: cst.CSTNode) -> dict[str, bool]:
 
     True means that the name holds the whole batch, which may be any object; False, one of its parts.
     """
-    held: dict[str, bool] = {}
+    batch_names: dict[str, bool] = {}
     for loop in code.training.loops_around(node):
         if not isinstance(loop, cst.For) or not re.search(r"load|dl\b|batches|data_?iter", code.text(loop.iter, 200)):
             continue
         names = code.script.loop_targets(loop)
         if isinstance(loop.iter, cst.Call) and dotted(loop.iter.func) == "enumerate" and len(names) > 1:
             names = names[1:]
-        whole = len(names) == 1  # `for batch in loader`, against `for images, labels in loader`
-        held.update(dict.fromkeys(names, whole))
+        is_whole_batch = len(names) == 1  # `for batch in loader`, against `for images, labels in loader`
+        batch_names.update(dict.fromkeys(names, is_whole_batch))
         for name, value, statement in code.script.assignments:
-            if loop in code.script.ancestors(statement) and dotted(value) in held and name not in held:
-                held[name] = held[dotted(value)]
+            if loop in code.script.ancestors(statement) and dotted(value) in batch_names and name not in batch_names:
+                batch_names[name] = batch_names[dotted(value)]
         # `images, labels = batch` names the parts of a batch.
-        for below in walk(loop.body):
+        for child in walk(loop.body):
             if (
-                isinstance(below, cst.Assign)
-                and dotted(below.value) in held
-                and isinstance(below.targets[0].target, cst.Tuple)
+                isinstance(child, cst.Assign)
+                and dotted(child.value) in batch_names
+                and isinstance(child.targets[0].target, cst.Tuple)
             ):
-                held.update({dotted(e.value): False for e in below.targets[0].target.elements if dotted(e.value)})
+                batch_names.update(
+                    {dotted(e.value): False for e in child.targets[0].target.elements if dotted(e.value)}
+                )
         break
-    return held
+    return batch_names

@@ -63,17 +63,17 @@ class ChannelsFirst(Rule):
         # On a CPU, layers timed one by one predict less than 5 % of a step too poorly.
         if not gpu and worth < CERTAIN and not sure:
             return None
-        claim = HowKnown.MEASURED if gpu else HowKnown.ESTIMATED
+        how_known = HowKnown.MEASURED if gpu else HowKnown.ESTIMATED
         what = "convolutions read images channel by channel"
         if tried:
-            less = f"channels last they take {percent(gain_of(tried))} less time"
-            what = f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; {less}"
+            saving = f"channels last they take {percent(gain_of(tried))} less time"
+            what = f"{tried[0].what.partition(':')[0]} and the like read images channel by channel; {saving}"
         return cls.switched(
             evidence,
             what,
             "model.to(memory_format=torch.channels_last), and the same of the images of each batch",
             worth,
-            claim,
+            how_known,
             setting="true",
         )
 

@@ -73,16 +73,16 @@ class ConstantRate(Rule):
         if len(stepping) != 1:
             return None
         optimizer = stepping[0]
-        epochs = sum(one.trained and one.batches > 0 for one in evidence.passes)
+        epochs = sum(data_pass.trained and data_pass.batches > 0 for data_pass in evidence.passes)
         # Schedules often step once an epoch: within the first epoch of a longer training none would show.
         seen_enough = epochs >= 2 or (evidence.ended == "finished" and epochs <= 1)
         if optimizer.steps < _LONG or optimizer.name not in _BY_RATE or not seen_enough:
             return None
         if optimizer.schedule or len(optimizer.rates) != 1:
             return None
-        over = f" over {epochs} epochs" if epochs >= 2 else ""
+        duration = f" over {epochs} epochs" if epochs >= 2 else ""
         return cls.finding(
-            f"{optimizer.name} made all of its {optimizer.steps} steps{over} at the rate {optimizer.rates[0]:g}",
+            f"{optimizer.name} made all of its {optimizer.steps} steps{duration} at the rate {optimizer.rates[0]:g}",
             "let it fall towards the end (OneCycleLR or CosineAnnealingLR, with a short warm-up)",
             Severity.NOTE,
             place=optimizer.where,

@@ -113,8 +113,8 @@ def _remedy(evidence: Evidence, loader: LoaderFacts) -> str:
         return "make batches beside the step: worker processes, or samples kept decoded (see the findings below)"
     # While workers are the bottleneck, each takes `num_workers` steps for a batch. So many workers make batches as
     # fast as the model uses them; the small subtrahend keeps rounding noise from asking for one more.
-    wanted = math.ceil(loader.num_workers * step / max(step - wait, step / 100) - 0.05)
-    if saturated(evidence) is None and not loader.iterable and (raised := min(wanted, cores)) > loader.num_workers:
+    needed = math.ceil(loader.num_workers * step / max(step - wait, step / 100) - 0.05)
+    if saturated(evidence) is None and not loader.iterable and (raised := min(needed, cores)) > loader.num_workers:
         return f"raise num_workers from {loader.num_workers} to {raised}"
     return "make samples cheaper: keep them decoded, decode them smaller, or move work from the dataset to the GPU"
 

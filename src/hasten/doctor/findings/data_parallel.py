@@ -61,9 +61,9 @@ class DataParallel(Rule):
         busy = _busy(evidence)
         idle = 1 - statistics.fmean(busy) if len(busy) > 1 else 0.0
         worth = idle if idle >= 0.01 else None
-        how = f", and the GPUs compute {percent(1 - idle)} of the time" if worth else ""
+        usage = f", and the GPUs compute {percent(1 - idle)} of the time" if worth else ""
         return cls.finding(
-            f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{how}",
+            f"DataParallel copies the model to {gpus} GPUs in each step, from one process with one interpreter{usage}",
             f"run it unchanged by `hasten run --devices {gpus}`, one process a GPU; or wrap the model in "
             f"DistributedDataParallel and start it with `torchrun --nproc-per-node={gpus}`",
             severity_of(worth) if worth else Severity.MEDIUM,

@@ -84,14 +84,14 @@ class DebugToolsOn(Rule):
         worth, how_known = share_of(evidence, seconds + _of_tools(evidence, tried)), HowKnown.ESTIMATED
         if set(places) == {"anomaly"}:  # the cure switches only anomaly detection, so other tools' cost would be lost
             worth, how_known, live = switched(evidence, cls.name, worth, how_known)
-        first = next((place for place in places.values() if place), "")
+        first_place = next((place for place in places.values() if place), "")
         return cls.finding(
             f"{' and '.join(names[kind] for kind in places)} left on in the training",
             f"take {' and '.join(cures[kind] for kind in places)}",
             severity_of(worth) if worth and worth >= 0.05 else Severity.MEDIUM,
             worth or None,
             how_known,
-            place=first,
+            place=first_place,
             details=(*live, *map(in_words, tried)),
             setting="true" if "anomaly" in places else "",
         )
@@ -107,7 +107,7 @@ class DebugToolsOn(Rule):
         for call in code.script.calls if code.training.trains else ():
             full = code.script.qualified(call.func)
             name = full.rpartition(".")[2]
-            if any(isinstance(above, cst.If | cst.IfExp) for above in code.script.ancestors(call)):
+            if any(isinstance(ancestor, cst.If | cst.IfExp) for ancestor in code.script.ancestors(call)):
                 continue  # an option of the script: `if args.debug: ...`
             if name == "set_detect_anomaly" and call.args and is_name(call.args[0].value, "True"):
                 yield Problem(call, "anomaly detection is on", "remove it once the bug is found")
@@ -144,7 +144,7 @@ def _of_tools(evidence: Evidence, tried: Sequence[Measurement]) -> float:
 
 def _holds_training(code: Code, call: cst.Call) -> bool:
     """Return whether the `with` block that a call opens contains a training loop."""
-    for above in code.script.ancestors(call):
-        if isinstance(above, cst.With):
-            return any(below in code.training.step_loops for below in walk(above.body))
+    for ancestor in code.script.ancestors(call):
+        if isinstance(ancestor, cst.With):
+            return any(node in code.training.step_loops for node in walk(ancestor.body))
     return False

@@ -55,9 +55,11 @@ class EpochStartStall(Rule):
         if loader is None or start is None:
             return None
         # Without persistent workers the pause includes their start, so other evidence must tell how long a batch takes.
-        known = loader.persistent_workers or stages_of(evidence, loader) is not None or data_share(evidence) >= BOUND
+        batch_time_known = (
+            loader.persistent_workers or stages_of(evidence, loader) is not None or data_share(evidence) >= BOUND
+        )
         making = start.pause if loader.persistent_workers else making_seconds(evidence, loader, start.waiting)
-        if not known or making < 2 * ordinary_seconds(evidence):
+        if not batch_time_known or making < 2 * ordinary_seconds(evidence):
             return None
         return cls.timed(
             f"each epoch begins with a wait of {in_ms(making)} for its first batch, on which one of "

@@ -49,14 +49,14 @@ class FewThreads(Rule):
         if use is None or on_gpu(evidence) or not 0 < threads < cores or evidence.flags.distributed > 1:
             return None
         working = mean_during(evidence, use.workers) or 0.0
-        room = min(round(cores - working), _MOST * threads)
-        if saturated(evidence) is not None or room <= threads:
+        usable = min(round(cores - working), _MOST * threads)
+        if saturated(evidence) is not None or usable <= threads:
             return None
         share = share_of(evidence, products(evidence, least=_LONG))
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
         return cls.timed(
             f"torch computes on {threads} of {cores} cores (OMP_NUM_THREADS, or torch.set_num_threads)",
-            f"let it have {room} threads: take the setting out, or set it to {room}",
-            _GAIN * min(share, compute) * (1 - threads / room),
+            f"let it have {usable} threads: take the setting out, or set it to {usable}",
+            _GAIN * min(share, compute) * (1 - threads / usable),
             HowKnown.ESTIMATED,
         )

@@ -56,9 +56,9 @@ class FrequentValidation(Rule):
         validating = [step for step in steps if evidence.step_phases[step][Phase.VALIDATION] > 0]
         if total <= 0 or validation < _OFTEN * total or len(validating) > _EACH_STEP * len(steps):
             return None
-        every = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
+        frequency = f", after every {len(steps) / len(validating):.0f} steps" if validating else ""
         return cls.timed(
-            f"validation takes {percent(validation / total)} of the time{every}",
+            f"validation takes {percent(validation / total)} of the time{frequency}",
             "validate less often, on fewer batches, or in bigger ones; half of it would do for a start",
             validation / total / 2,
             HowKnown.ESTIMATED,

@@ -104,7 +104,7 @@ class FullPrecision(Rule):
     @classmethod
     def to_try(cls, evidence: Evidence) -> dict[str, Setting]:
         """Return what to switch; on a CPU together with glibc's memory kept, as the fix advises."""
-        wanted = super().to_try(evidence)
-        if wanted and not on_gpu(evidence) and keeping(evidence):
-            wanted[Allocator.name] = "glibc"
-        return wanted
+        techniques = super().to_try(evidence)
+        if techniques and not on_gpu(evidence) and keeping(evidence):
+            techniques[Allocator.name] = "glibc"
+        return techniques

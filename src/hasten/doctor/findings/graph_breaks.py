@@ -54,12 +54,12 @@ class GraphBreaks(Rule):
         """Return a finding for each line that breaks the graph."""
         reasons = evidence.sampled.graph_breaks if evidence.sampled else ()
         worth = share_of(evidence, _BREAK)
-        known = worth if worth >= LEAST else None
-        for place, at_place in by_place(reasons).items():
+        known_worth = worth if worth >= LEAST else None
+        for place, reasons_there in by_place(reasons).items():
             yield cls.finding(
-                f"torch.compile leaves its graph here: {first_line_of(at_place[0], place)}",
+                f"torch.compile leaves its graph here: {first_line_of(reasons_there[0], place)}",
                 "move it out of the compiled code (torch.compile(model, fullgraph=True) shows every place)",
-                severity_of(known), known, HowKnown.ESTIMATED,
+                severity_of(known_worth), known_worth, HowKnown.ESTIMATED,
                 place=place,
-                details=at_place,
+                details=reasons_there,
             )  # fmt: skip

@@ -94,17 +94,19 @@ class HostSync(Rule):
         """Return a finding for each line of the script in which the CPU waits for a value."""
         lines = group_by_line([event for event in evidence.events_of(*_READS) if event.device == "cuda"])
         for events in lines:
-            count, spent = sum(event.count for event in events), per_step(evidence, events)
+            count, seconds = sum(event.count for event in events), per_step(evidence, events)
             kinds = list(dict.fromkeys(event.kind for event in events))
-            others = [other[0].where for other in lines if other is not events and other[0].where]
+            other_places = [group[0].where for group in lines if group is not events and group[0].where]
             yield from wait_finding(
                 cls,
                 evidence,
                 events,
                 f"{' and '.join(_CALLS[kind] for kind in kinds)}: {count} times in {evidence.steps} steps the "
-                f"CPU waits for the GPU, {in_ms(spent)} of each {in_ms(steady_seconds(evidence))} step",
+                f"CPU waits for the GPU, {in_ms(seconds)} of each {in_ms(steady_seconds(evidence))} step",
                 _CURES[kinds[0]],
-                (f"the step runs ahead only when {', '.join(others[:4])} no longer waits either",) if others else (),
+                (f"the step runs ahead only when {', '.join(other_places[:4])} no longer waits either",)
+                if other_places
+                else (),
             )
 
     @classmethod
@@ -112,14 +114,14 @@ class HostSync(Rule):
         """Find reads of computed values within steps; at most one problem per statement."""
         if not code.trains_on_device or not code.training.trains:
             return
-        seen: set[cst.CSTNode] = set()
+        reported: set[cst.CSTNode] = set()
         for node in code.script.nodes:
             if not isinstance(node, cst.BaseExpression) or not _reads(code, node) or not code.training.in_step(node):
                 continue
             statement = _statement(code, node)
-            if statement in seen or any(_reading_below(code, node)):
+            if statement in reported or any(_reading_below(code, node)):
                 continue  # only the first read of a statement waits: the GPU is done by the second
-            seen.add(statement)
+            reported.add(statement)
             edits, unfixed_reason = deferred(code, node)
             yield Problem(
                 node,
@@ -139,9 +141,9 @@ def _statement(code: Code, node: cst.CSTNode) -> cst.CSTNode:
 
 def _reading_below(code: Code, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Yield the reads inside a node: in `print(loss.item())` the inner one is the one that waits."""
-    for below in walk(node):
-        if below is not node and isinstance(below, cst.BaseExpression) and _reads(code, below):
-            yield below
+    for child in walk(node):
+        if child is not node and isinstance(child, cst.BaseExpression) and _reads(code, child):
+            yield child
 
 
 def _on_device(code: Code, node: cst.CSTNode | None) -> bool:
@@ -160,7 +162,7 @@ def _reads(code: Code, node: cst.CSTNode) -> bool:
         )
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):  # "%f" % loss
         return isinstance(node.left, cst.BaseString) and _shows(code, node.right)
-    if isinstance(node, cst.Comparison | cst.Call):  # if loss > best
+    if isinstance(node, cst.Comparison):  # if loss > best
         return _on_device(code, node) and _is_test(code, node)
     return False
 
@@ -194,9 +196,9 @@ def _call_reads(code: Code, node: cst.Call) -> bool:
 
 def _is_test(code: Code, node: cst.CSTNode) -> bool:
     """Return whether a value is the condition of an `if`, `while` or `assert`, also through `not`, `and`, `or`."""
-    above = code.script.parents[node]
-    while isinstance(above, cst.BooleanOperation) or (
-        isinstance(above, cst.UnaryOperation) and isinstance(above.operator, cst.Not)
+    parent = code.script.parents[node]
+    while isinstance(parent, cst.BooleanOperation) or (
+        isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not)
     ):
-        node, above = above, code.script.parents[above]
-    return isinstance(above, cst.If | cst.While | cst.IfExp | cst.Assert) and above.test is node
+        node, parent = parent, code.script.parents[parent]
+    return isinstance(parent, cst.If | cst.While | cst.IfExp | cst.Assert) and parent.test is node

@@ -60,24 +60,24 @@ class MemoryCreep(Rule):
         gpu_limit = next((gpu.memory_total for gpu in evidence.used.gpus), 0) or 80 << 30  # 80 GiB if unknown
         gpu = [(point.step, point.gpu) for point in points if point.gpu is not None]
         series = [
-            ("the GPU", [step for step, _ in gpu], [held for _, held in gpu], gpu_limit),
+            ("the GPU", [step for step, _ in gpu], [used for _, used in gpu], gpu_limit),
             ("the process", [p.step for p in points], [p.rss for p in points], evidence.machine.memory_bytes),
         ]
         # Graphs that are kept explain growth, so it need not be watched for long.
         span = 1 if _graphs_kept(evidence) else _SPAN
-        for whose, steps, held, limit in series:
-            growth = _growth(steps, held, limit, span)
+        for owner, steps, used, limit in series:
+            growth = _growth(steps, used, limit, span)
             if growth is None:
                 continue
             # Graphs that are kept tell the line that causes the growth.
-            kept = next((e for e in evidence.events_of("retained_graph") if e.count >= GRAPHS and e.where), None)
+            cause = next((e for e in evidence.events_of("retained_graph") if e.count >= GRAPHS and e.where), None)
             yield cls.finding(
-                f"memory of {whose} grows by {growth.a_step / 2**20:.2g} MiB a step, {growth.grown / 2**20:.0f} MiB in "
+                f"memory of {owner} grows by {growth.a_step / 2**20:.2g} MiB a step, {growth.grown / 2**20:.0f} MiB in "
                 f"{steps[-1] - steps[0]} steps, and fills {limit / 2**30:.0f} GiB by step {growth.full_at:.0f}",
                 "keep no tensors from step to step: append `loss.item()` or `loss.detach()` in place of the loss, and "
                 "clear lists of outputs",
                 Severity.HIGH if growth.full_at <= _SOON else Severity.MEDIUM,
-                place=kept.where if kept else "",
+                place=cause.where if cause else "",
                 details=(f"it held {growth.last / 2**30:.2f} GiB at step {steps[-1]}",),
             )
             return
@@ -100,26 +100,26 @@ class _Growth:
     full_at: float
 
 
-def _growth(steps: list[int], held: list[int], limit: int, span: int) -> _Growth | None:
+def _growth(steps: list[int], used: list[int], limit: int, span: int) -> _Growth | None:
     """Return the growth of a series over at least `span` steps.
 
     None unless the series rises along a straight line, does not slow down, and would fill `limit` bytes within `_FAR`
     steps.
     """
-    if len(steps) < _POINTS or steps[-1] - steps[0] < span or held[-1] - held[0] < _GROWN:
+    if len(steps) < _POINTS or steps[-1] - steps[0] < span or used[-1] - used[0] < _GROWN:
         return None
-    if len(set(held)) < len(held) // 2:  # mostly repeated values: a few jumps, not a line
+    if len(set(used)) < len(used) // 2:  # mostly repeated values: a few jumps, not a line
         return None
-    slope = statistics.linear_regression(steps, held).slope
+    slope = statistics.linear_regression(steps, used).slope
     # A cache that fills slows down towards the end; a leak grows in the last third as it did on average.
     third = len(steps) // 3
-    late = (held[-1] - held[-1 - third]) / max(1, steps[-1] - steps[-1 - third])
-    early = (held[third] - held[0]) / max(1, steps[third] - steps[0])
-    straight = statistics.correlation(steps, held) ** 2 >= _STEADY
+    late = (used[-1] - used[-1 - third]) / max(1, steps[-1] - steps[-1 - third])
+    early = (used[third] - used[0]) / max(1, steps[third] - steps[0])
+    straight = statistics.correlation(steps, used) ** 2 >= _STEADY
     if slope <= 0 or not straight or early <= 0 or late < 0.5 * slope:
         return None
-    full_at = steps[-1] + max(0, limit - held[-1]) / slope
-    return _Growth(slope, held[-1] - held[0], held[-1], full_at) if full_at <= _FAR else None
+    full_at = steps[-1] + max(0, limit - used[-1]) / slope
+    return _Growth(slope, used[-1] - used[0], used[-1], full_at) if full_at <= _FAR else None
 
 
 def _settled(evidence: Evidence) -> list[MemoryPoint]:
@@ -130,7 +130,7 @@ def _settled(evidence: Evidence) -> list[MemoryPoint]:
     """
     points = [point for point in evidence.memory if point.step >= 10]
     loader = evidence.train_loader
-    first = next((over for over in evidence.passes if over.trained and over.batches), None)
+    first = next((data_pass for data_pass in evidence.passes if data_pass.trained and data_pass.batches), None)
     if loader is None or loader.num_workers or _graphs_kept(evidence) or first is None:
         return points[len(points) // 4 :]
     return [point for point in points if point.step >= first.batches]

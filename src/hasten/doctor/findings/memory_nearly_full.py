@@ -62,50 +62,52 @@ class MemoryNearlyFull(Rule):
                 details=_shares_of(evidence, peak),
             )
         memory = evidence.machine.memory_bytes
-        held = max([evidence.peak_memory_bytes, *evidence.used.main_rss])
-        if memory and held >= 0.9 * memory:
+        process_peak = max([evidence.peak_memory_bytes, *evidence.used.main_rss])
+        if memory and process_peak >= 0.9 * memory:
             yield cls.finding(
-                f"the process held {held / 2**30:.1f} of the machine's {memory / 2**30:.1f} GiB at its peak",
+                f"the process held {process_peak / 2**30:.1f} of the machine's {memory / 2**30:.1f} GiB at its peak",
                 "keep less in memory: map files (numpy.memmap, Arrow) in place of reading them whole, fewer workers "
                 "that each hold a copy",
                 Severity.MEDIUM,
-                details=() if on_gpu(evidence) else _shares_of(evidence, held),
+                details=() if on_gpu(evidence) else _shares_of(evidence, process_peak),
             )
 
 
 def _shares_of(evidence: Evidence, peak: int) -> tuple[str, ...]:
     """Return a sentence for each large part of the peak (gradients, optimizer state, ...) and how to shrink it."""
     weights, gradients = weight_bytes(evidence)
-    lines = []
+    sentences = []
     if gradients >= _LARGE * peak:
-        lines.append(
+        sentences.append(
             f"gradients are {gradients / 2**30:.1f} GiB of it: the technique optimizer_in_backward drops each as soon"
             " as its parameter is stepped"
         )
     try:
-        kept = max((numbers_kept(optimizer) for optimizer in evidence.optimizers if optimizer.steps), default=0)
+        state_tensors = max(
+            (numbers_kept(optimizer) for optimizer in evidence.optimizers if optimizer.steps), default=0
+        )
     except HastenError:  # an unknown optimizer: the size of its state is not known
-        kept = 0
-    states = kept * gradients
+        state_tensors = 0
+    states = state_tensors * gradients
     if states >= _LARGE * peak:
-        lines.append(
+        sentences.append(
             f"the optimizer's state is about {states / 2**30:.1f} GiB of it: optimizers with states of 8 bits (torchao,"
             " bitsandbytes) keep a quarter of that, and train to another result"
         )
-    tables = (2 + kept) * sum(map(_table_bytes, evidence.layers))  # weights, gradients and state
+    tables = (2 + state_tensors) * sum(map(_table_bytes, evidence.layers))  # weights, gradients and state
     if on_gpu(evidence) and tables >= _LARGE * peak:
-        lines.append(
+        sentences.append(
             f"embedding tables, with gradients and the optimizer's state, are about {tables / 2**30:.1f} GiB of it: the"
             " technique host_embeddings keeps them in the host's memory"
         )
     rest = peak - weights - gradients - states
     if on_gpu(evidence) and rest >= _LARGE * peak:  # on a CPU the rest may also be the script's data
-        lines.append(
+        sentences.append(
             f"about {rest / 2**30:.1f} GiB of it are neither weights nor gradients nor the optimizer's state, so mostly"
             " activations: the technique activation_checkpointing computes those of repeated blocks again,"
             " activation_offload keeps them in the host's memory"
         )
-    return tuple(lines)
+    return tuple(sentences)
 
 
 def _table_bytes(layer: Layer) -> int:

@@ -69,13 +69,13 @@ class MovedFromCpu(Rule):
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script that moves a new tensor to the GPU."""
         for events in group_by_line(evidence.events_of("moved")):
-            count, spent = sum(event.count for event in events), per_step(evidence, events)
+            count, seconds = sum(event.count for event in events), per_step(evidence, events)
             yield from wait_finding(
                 cls,
                 evidence,
                 events,
                 f"tensors are made on the CPU and moved to the GPU, {count} times in {evidence.steps} steps, "
-                f"{in_ms(spent)} a step",
+                f"{in_ms(seconds)} a step",
                 "make them on the GPU: pass `device=` to what builds them, or keep them as a buffer of the module",
             )
 
@@ -83,14 +83,14 @@ class MovedFromCpu(Rule):
     def code(cls, code: Code) -> Iterable[Problem]:
         """Find tensors that are created and moved in one expression, in code that runs repeatedly."""
         for call in code.script.calls:
-            device, made = device_of(call), receiver(call)
-            if device is None or not isinstance(made, cst.Call) or not code.repeats(call):
+            device, creation = device_of(call), receiver(call)
+            if device is None or not isinstance(creation, cst.Call) or not code.repeats(call):
                 continue
-            full = code.script.qualified(made.func)
+            full = code.script.qualified(creation.func)
             if (
                 full not in _EXACT | _RANDOM | _ROUNDED
-                or argument(made, "device") is not None
-                or has_star_arguments(made)
+                or argument(creation, "device") is not None
+                or has_star_arguments(creation)
             ):
                 continue
             unfixed_reason = ""
@@ -98,12 +98,12 @@ class MovedFromCpu(Rule):
                 unfixed_reason = "on the device it would draw other random numbers"
             elif full in _ROUNDED:
                 unfixed_reason = "on the device it would round otherwise"
-            elif argument(made, "pin_memory") is not None or argument(made, "out") is not None:
+            elif argument(creation, "pin_memory") is not None or argument(creation, "out") is not None:
                 unfixed_reason = "it is pinned, or has a place already"
             target = code.text(device)
             yield Problem(
                 call,
-                f"`{code.text(made)}` is made on the CPU and then copied",
+                f"`{code.text(creation)}` is made on the CPU and then copied",
                 f"make it where it is needed: device={target}",
                 () if unfixed_reason else (Edit(call, _made_there(device)),),
                 unfixed_reason,

@@ -70,8 +70,8 @@ class NoGradientClipping(Rule):
         stepping = [optimizer for optimizer in evidence.optimizers if optimizer.steps]
         if stepping and all(optimizer.name == "LBFGS" for optimizer in stepping):
             return None  # LBFGS estimates curvature from gradients, which clipping would distort
-        kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
-        if not kinds:
+        layer_kinds = [kind for kind in _RECURRENT for model in evidence.models if kind in model.layers]
+        if not layer_kinds:
             return None
         jumps = spikes(evidence)
         harm = (
@@ -79,7 +79,7 @@ class NoGradientClipping(Rule):
         )
         layer = next((layer for layer in evidence.layers if layer.kind in _RECURRENT), None)
         return cls.finding(
-            f"a recurrent network ({kinds[0]}) trains without gradient clipping{f', and {harm}' if harm else ''}",
+            f"a recurrent network ({layer_kinds[0]}) trains without gradient clipping{f', and {harm}' if harm else ''}",
             "call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) between backward and the optimizer's step",
             Severity.MEDIUM if harm else Severity.NOTE,
             where=layer.path if layer else "",

@@ -64,7 +64,7 @@ class OddSizes(Rule):
                 HowKnown.MEASURED,
                 place=place_of(evidence, trial),
                 where=trial.where,
-                details=tuple(in_words(other) for other in tried if other.where == trial.where),
+                details=tuple(in_words(measured) for measured in tried if measured.where == trial.where),
             )
         yield from cls._batch(evidence, [trial for trial in tried if trial.detail.startswith(_BATCH)])
 

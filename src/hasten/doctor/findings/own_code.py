@@ -59,32 +59,32 @@ class OwnCode(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding per function that takes 5 % of the step, and per line of the loop that takes 10 %."""
-        other = share_of(evidence, seconds_of(evidence, Phase.OTHER))
+        own_share = share_of(evidence, seconds_of(evidence, Phase.OTHER))
         outside = [line for line in evidence.lines if line.phase == PHASES[Phase.OTHER]]
         total = sum(line.share for line in outside)
         computing = {line.where for line in evidence.lines if line not in outside}
         # `loss = criterion(model(x), y)`: the line computes as well, so what it takes besides is not the script's own.
         lines = [line for line in outside if not (line.in_loop and (line.library or line.where in computing))]
-        if other < _BOUND or not total:
+        if own_share < _BOUND or not total:
             return
-        for places in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
-            worth = other * sum(line.share for line in places) / total
-            alone = places[0].in_loop or not places[0].function
-            if worth < (_LEAST_LINE if alone else _LEAST) or sum(line.looks for line in places) < _LOOKS:
+        for hot_lines in sorted(_groups(lines), key=lambda group: -sum(line.share for line in group))[:_MOST]:
+            worth = own_share * sum(line.share for line in hot_lines) / total
+            alone = hot_lines[0].in_loop or not hot_lines[0].function
+            if worth < (_LEAST_LINE if alone else _LEAST) or sum(line.looks for line in hot_lines) < _LOOKS:
                 continue
-            line = places[0]
-            what = "this line of the training loop" if alone else f"{line.function}()"
+            line = hot_lines[0]
+            subject = "this line of the training loop" if alone else f"{line.function}()"
             yield cls.timed(
-                f"{what} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
+                f"{subject} takes {percent(worth)} of the step, beside loading, forward, backward and optimizer",
                 "do it on whole tensors instead of number by number, once and not in each step, less often, or beside "
                 "the training",
                 worth,
                 HowKnown.MEASURED,
                 place=line.where,
                 details=tuple(
-                    f"line {place.where.rpartition(':')[2]}: {percent(other * place.share / total)} of the step"
-                    for place in places[:4]
-                    if len(places) > 1
+                    f"line {spot.where.rpartition(':')[2]}: {percent(own_share * spot.share / total)} of the step"
+                    for spot in hot_lines[:4]
+                    if len(hot_lines) > 1
                 ),
             )
 

@@ -74,10 +74,10 @@ class PageableMemory(Rule):
         copying = seconds_of(evidence, Phase.TRANSFER) if evidence.device_clock else 0.0
         waited = worth_of_waits(evidence, copies) or 0.0
         faster = share_of(evidence, copying - loader.batch_bytes / _PINNED) if copying else 0.0
-        spent = max(copying, per_step(evidence, copies))
+        seconds = max(copying, per_step(evidence, copies))
         return cls.timed(
             f"each batch of {loader.batch_bytes / 2**20:.1f} MiB is copied to the GPU from pageable memory, for which "
-            f"the CPU waits {in_ms(spent)}",
+            f"the CPU waits {in_ms(seconds)}",
             "give the loader pin_memory=True and copy with `.to(device, non_blocking=True)`",
             max(waited, faster),
             HowKnown.ESTIMATED,

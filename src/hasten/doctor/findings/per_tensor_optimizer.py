@@ -56,29 +56,31 @@ class PerTensorOptimizer(Rule):
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return a finding if a fused optimizer was measured faster."""
         tried = evidence.measured_for(cls.name)
-        taken = sum(trial.before * trial.calls for trial in tried)
-        if not (taken > 0 or is_sure(evidence, cls.name)) or isinstance(FusedOptimizer.settings(evidence), Refusal):
+        measured_seconds = sum(trial.before * trial.calls for trial in tried)
+        if not (measured_seconds > 0 or is_sure(evidence, cls.name)) or isinstance(
+            FusedOptimizer.settings(evidence), Refusal
+        ):
             return None
         phase = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
         fusable = next(
             (optimizer for optimizer in evidence.optimizers if optimizer.fusable and not optimizer.fused), None
         )
-        words, place, less = (
+        message, place, gain = (
             f"the optimizer takes {percent(phase)} of the step, not fused",
             fusable.where if fusable else "",
             0.0,
         )
-        if taken > 0:
+        if measured_seconds > 0:
             first = max(tried, key=lambda trial: trial.saved * trial.calls)
-            less, place = sum(trial.saved * trial.calls for trial in tried) / taken, first.where
-            takes = f"the optimizer takes {percent(phase)} of the step"
-            words = f"{takes}; {first.what}, it takes {percent(first.gain)} less"
+            gain, place = sum(trial.saved * trial.calls for trial in tried) / measured_seconds, first.where
+            subject = f"the optimizer takes {percent(phase)} of the step"
+            message = f"{subject}; {first.what}, it takes {percent(first.gain)} less"
         if len(tried) > 1:
-            take = f"{len(tried)} optimizers take {percent(phase)} of the step"
-            words = f"{take}; fused, they take {percent(less)} less together"
-        worth, how_known, live = switched(evidence, cls.name, phase * less, HowKnown.MEASURED)
+            subject = f"{len(tried)} optimizers take {percent(phase)} of the step"
+            message = f"{subject}; fused, they take {percent(gain)} less together"
+        worth, how_known, live = switched(evidence, cls.name, phase * gain, HowKnown.MEASURED)
         return cls.timed(
-            words,
+            message,
             "build them with fused=True" if len(tried) > 1 else "build it with fused=True",
             worth, how_known,
             place=place,

@@ -55,13 +55,13 @@ class Recompilations(Rule):
             return None
         # If every step recompiles, the median is slow too; the time of the operators tells how long a step should take.
         worth = lost_in_outliers(evidence, sum(operator.seconds for operator in sampled.operators))
-        known = worth if worth >= LEAST else None
+        known_worth = worth if worth >= LEAST else None
         place = next(iter(by_place(reasons)), "")
         return cls.finding(
             f"torch.compile recompiled {len(reasons)} times: {first_line_of(reasons[0], place)}",
             "keep what changes out of compiled code: pad to a few sizes, torch._dynamo.mark_dynamic, tensors in place "
             "of Python numbers",
-            severity_of(known), known, HowKnown.ESTIMATED,
+            severity_of(known_worth), known_worth, HowKnown.ESTIMATED,
             place=place,
             details=tuple(dict.fromkeys(reasons)),
         )  # fmt: skip

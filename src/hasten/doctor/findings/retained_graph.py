@@ -73,15 +73,17 @@ class RetainedGraph(Rule):
             if not kept_losses(event.count, event.detail, event.steps):
                 continue
             points = [point for point in evidence.memory if point.step >= 10]  # after the warm-up
-            grown = ""
+            growth_text = ""
             if len(points) >= 2 and points[-1].step > points[0].step:
                 first, last = points[0], points[-1]
-                more = last.gpu - first.gpu if last.gpu is not None and first.gpu is not None else last.rss - first.rss
-                if more > 0:
-                    grown = f"; memory grew by {more / 2**20:.0f} MiB in {last.step - first.step} steps"
+                growth = (
+                    last.gpu - first.gpu if last.gpu is not None and first.gpu is not None else last.rss - first.rss
+                )
+                if growth > 0:
+                    growth_text = f"; memory grew by {growth / 2**20:.0f} MiB in {last.step - first.step} steps"
             yield cls.finding(
                 f"the graphs of {_how_many(event.count, event.detail, event.steps)} are still alive, each with the "
-                f"activations of its step{grown}",
+                f"activations of its step{growth_text}",
                 "add up or append `loss.detach()` (or `loss.item()` every so often), never the loss itself; leave out "
                 "retain_graph=True where no second backward follows",
                 Severity.MEDIUM,
@@ -118,13 +120,16 @@ def _how_many(count: int, detail: str, steps: int) -> str:
 def _goes_backward_once(code: Code, call: cst.Call) -> bool:
     """Return whether a backward is the only one of its function, so that nothing needs its graph afterwards."""
     scope = code.script.scope(call)
-    others = [
+    other_backwards = [
         other
         for other in code.script.calls
         if other is not call
         and (code.training.goes_backward(other) or code.script.qualified(other.func) == "torch.autograd.grad")
     ]
-    return all(code.script.scope(other) is not scope for other in others) and argument(call, "create_graph") is None
+    return (
+        all(code.script.scope(other) is not scope for other in other_backwards)
+        and argument(call, "create_graph") is None
+    )
 
 
 def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
@@ -145,16 +150,16 @@ def _kept(code: Code, node: cst.CSTNode) -> Problem | None:
         return None
     loops = [loop for loop in code.training.loops_around(node) if loop in code.training.step_loops]
     outer: cst.CSTNode = loops[-1] if loops else step
-    for other, assigned, statement in code.script.assignments:
-        if other != name:
+    for assigned_name, assigned_value, statement in code.script.assignments:
+        if assigned_name != name:
             continue
-        if isinstance(assigned, cst.Call) and last_name(assigned.func) == "deque":
+        if isinstance(assigned_value, cst.Call) and last_name(assigned_value.func) == "deque":
             return None
         # `total = 0` within the outermost step loop drops the old values; `total = total + loss` does not.
         rebound = (
             statement is not node and outer in code.script.ancestors(statement) and code.training.in_step(statement)
         )
-        if rebound and name not in names_in(assigned):
+        if rebound and name not in names_in(assigned_value):
             return None
     if isinstance(outer, Loop) and name in code.script.loop_targets(outer):
         return None
@@ -180,12 +185,12 @@ def _keeps(node: cst.CSTNode) -> tuple[cst.BaseExpression | None, cst.BaseExpres
     if isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign):
         return node.target, node.value
     if isinstance(node, cst.Assign) and len(node.targets) == 1 and isinstance(node.value, cst.BinaryOperation):
-        target, sum_of = node.targets[0].target, node.value
-        if isinstance(sum_of.operator, cst.Add) and dotted(target):
-            if dotted(sum_of.left) == dotted(target):
-                return target, sum_of.right
-            if dotted(sum_of.right) == dotted(target):
-                return target, sum_of.left
+        target, addition = node.targets[0].target, node.value
+        if isinstance(addition.operator, cst.Add) and dotted(target):
+            if dotted(addition.left) == dotted(target):
+                return target, addition.right
+            if dotted(addition.right) == dotted(target):
+                return target, addition.left
     if isinstance(node, cst.Call) and last_name(node.func) == "append" and len(node.args) == 1:
         return receiver(node), node.args[0].value
     return None, None

@@ -52,8 +52,8 @@ class SlowDecode(Rule):
             return None
         loader, stages = bound
         share = stages.decode / stages.seconds
-        around = evidence.surroundings
-        plain = around is not None and around.jpeg == "libjpeg"
+        environment = evidence.surroundings
+        plain = environment is not None and environment.jpeg == "libjpeg"
         if share < 0.3 or stages.decoder != "PIL":
             return None
         fix = (

@@ -46,35 +46,35 @@ class SlowDisk(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return a finding if the step waits for data that a network file system or a slow disk delivers."""
-        loader, around, use = evidence.train_loader, evidence.surroundings, evidence.used
-        if loader is None or around is None or data_share(evidence) < 0.1:
+        loader, environment, use = evidence.train_loader, evidence.surroundings, evidence.used
+        if loader is None or environment is None or data_share(evidence) < 0.1:
             return None
         stages = stages_of(evidence, loader)
         waiting = mean_during(evidence, use.waiting) or 0.0
         blocked = min(1.0, waiting * evidence.machine.cores)
         reading = mean_during(evidence, use.disk_read) or 0.0
         share = stages.read / stages.seconds if stages is not None else blocked
-        network = is_network(around.filesystem)
+        network = is_network(environment.filesystem)
         # Files in the page cache are read at once even from a slow disk, so the wait itself must have been seen.
-        seen = share >= _BLOCKED if network else blocked >= _BLOCKED and reading >= _READING
-        if not seen or not (network or around.rotational or blocked >= 0.5):
+        has_waited = share >= _BLOCKED if network else blocked >= _BLOCKED and reading >= _READING
+        if not has_waited or not (network or environment.rotational or blocked >= 0.5):
             return None
         kind = (
-            f"a network file system ({around.filesystem})"
+            f"a network file system ({environment.filesystem})"
             if network
             else "a spinning disk"
-            if around.rotational
+            if environment.rotational
             else "a disk that cannot keep up"
         )
         read = f", read at {reading / 1e6:.0f} MB/s" if reading >= _READING else ""
         return cls.timed(
             f"the data lies on {kind}{read}: {percent(share)} of a batch's time is spent reading, and the step waits "
             f"{percent(data_share(evidence))} of its time for batches",
-            f"copy {around.data_folder or 'the data'} to a local SSD before the training, or pack it into few "
+            f"copy {environment.data_folder or 'the data'} to a local SSD before the training, or pack it into few "
             "large files that are read in order",
             faster_loading(evidence, loader, share),
             HowKnown.ESTIMATED,
             place=loader.where,
-            where=around.data_folder,
+            where=environment.data_folder,
             details=("at the most: as if reading took no time",),
         )

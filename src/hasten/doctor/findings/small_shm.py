@@ -47,16 +47,16 @@ class SmallShm(Rule):
             return None
         # Loaders are read in turn: the workers of the others are idle or gone, so only the largest loader counts.
         worst = max(used, key=_held)
-        held, seen = _held(worst), max(evidence.used.shm, default=0)
+        needed, peak_bytes = _held(worst), max(evidence.used.shm, default=0)
         died = "bus error" in evidence.error.lower() or "shared memory" in evidence.error.lower()
-        if held < 0.8 * capacity and seen < 0.9 * capacity and not died:
+        if needed < 0.8 * capacity and peak_bytes < 0.9 * capacity and not died:
             return None
         ready = worst.num_workers * (worst.prefetch_factor or 2)
-        peak = f"; it was {percent(min(1.0, seen / capacity))} full" if seen else ""
+        peak = f"; it was {percent(min(1.0, peak_bytes / capacity))} full" if peak_bytes else ""
         return cls.finding(
             f"{worst.num_workers} workers hold up to {ready} batches of {worst.batch_bytes / 2**20:.1f} MiB ready, "
-            f"{held / 2**20:.0f} MiB, in a /dev/shm of {capacity / 2**20:.0f} MiB{peak}",
-            f"enlarge it (docker run --shm-size={max(1, round(2 * held / 2**30))}g, or --ipc=host), or set "
+            f"{needed / 2**20:.0f} MiB, in a /dev/shm of {capacity / 2**20:.0f} MiB{peak}",
+            f"enlarge it (docker run --shm-size={max(1, round(2 * needed / 2**30))}g, or --ipc=host), or set "
             "prefetch_factor=1",
             Severity.HIGH if died else Severity.MEDIUM,
             place=worst.where,

@@ -73,16 +73,16 @@ class TensorCopy(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Iterator[Finding | None]:
         """Return a finding for each line of the script that copies with `torch.tensor`."""
-        made = evidence.events_of("torch_tensor")
-        for events in group_by_line([event for event in made if event.device != "cuda" or "list" in event.detail]):
-            count, spent = sum(event.count for event in events), per_step(evidence, events)
-            of = f" of {events[0].detail}" if events[0].detail else ""
+        events = evidence.events_of("torch_tensor")
+        for group in group_by_line([event for event in events if event.device != "cuda" or "list" in event.detail]):
+            count, seconds = sum(event.count for event in group), per_step(evidence, group)
+            source = f" of {group[0].detail}" if group[0].detail else ""
             yield cls.timed(
-                f"a tensor is made as a copy{of}, {count} times in {evidence.steps} steps, {in_ms(spent)} a step",
-                _INSTEAD.get(events[0].detail, _INSTEAD["array"]),
-                share_of(evidence, spent),
+                f"a tensor is made as a copy{source}, {count} times in {evidence.steps} steps, {in_ms(seconds)} a step",
+                _INSTEAD.get(group[0].detail, _INSTEAD["array"]),
+                share_of(evidence, seconds),
                 HowKnown.MEASURED,
-                place=events[0].where,
+                place=group[0].where,
             )
 
     @classmethod
@@ -136,14 +136,14 @@ def _shared(code: Code, value: cst.BaseExpression) -> str:
     if isinstance(value, cst.Name):
         scope = code.script.scope(value)
         uses = [node for node in walk(scope) if isinstance(node, cst.Name) and node.value == value.value]
-        made = [
+        assigned_values = [
             assigned
             for name, assigned, statement in code.script.assignments
             if name == value.value and code.script.scope(statement) is scope
         ]
         # Two uses: the assignment and this call. Only then is the tensor the array's only reader.
-        if len(uses) == 2 and len(made) == 1 and not isinstance(made[0], cst.Name):
-            return _shared(code, made[0])
+        if len(uses) == 2 and len(assigned_values) == 1 and not isinstance(assigned_values[0], cst.Name):
+            return _shared(code, assigned_values[0])
         return f"`{value.value}` is used elsewhere too: they would share memory"
     if isinstance(value, cst.BinaryOperation):
         return ""  # arithmetic gives a new array

@@ -46,32 +46,39 @@ class ThreadsOversubscribed(Rule):
     @classmethod
     def run(cls, evidence: Evidence) -> Finding | None:
         """Return a finding if no core is idle and threads, or threads and busy workers, outnumber the cores."""
-        around, use, cores = evidence.surroundings, evidence.use, evidence.machine.cores
-        if around is None or use is None or on_gpu(evidence) or not around.threads or saturated(evidence) is None:
+        environment, use, cores = evidence.surroundings, evidence.use, evidence.machine.cores
+        if (
+            environment is None
+            or use is None
+            or on_gpu(evidence)
+            or not environment.threads
+            or saturated(evidence) is None
+        ):
             return None
         working = mean_during(evidence, use.workers) or 0.0
-        processes = max(1, around.processes)
-        threads = around.threads * processes
+        processes = max(1, environment.processes)
+        threads = environment.threads * processes
         crowded = threads > cores or threads + working > 1.5 * cores
         if not crowded:
             return None
-        each = max(1, round((cores - working) / processes))
-        if each >= around.threads:
+        threads_each = max(1, round((cores - working) / processes))
+        if threads_each >= environment.threads:
             return None
         compute = share_of(evidence, seconds_of(evidence, *COMPUTE))
-        of = f" in {processes} processes" if processes > 1 else ""
-        beside = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
+        in_processes = f" in {processes} processes" if processes > 1 else ""
+        beside_workers = f" beside loader workers that keep {working:.1f} busy" if working >= 0.5 else ""
         # More threads than cores, and not as many as OMP_NUM_THREADS says: only the script can have asked for them.
-        by_script = around.threads not in (around.omp_threads, min(cores, around.threads))
+        by_script = environment.threads not in (environment.omp_threads, min(cores, environment.threads))
         fix = (
-            f"the script asks for them, whatever OMP_NUM_THREADS is: make that torch.set_num_threads({each})"
+            f"the script asks for them, whatever OMP_NUM_THREADS is: make that torch.set_num_threads({threads_each})"
             if by_script
-            else f"set OMP_NUM_THREADS={each} (or torch.set_num_threads({each}) at the start)"
+            else f"set OMP_NUM_THREADS={threads_each} (or torch.set_num_threads({threads_each}) at the start)"
         )
         return cls.finding(
-            f"{threads} threads compute{of} on {cores} cores{beside}, and no core is idle: threads wait for each other",
+            f"{threads} threads compute{in_processes} on {cores} cores{beside_workers}, and no core is idle: "
+            "threads wait for each other",
             fix,
             Severity.MEDIUM if compute >= 0.2 else Severity.NOTE,
             details=(f"forward and backward, which these threads compute, take {percent(compute)} of the step",),
-            setting=str(each),
+            setting=str(threads_each),
         )

@@ -66,9 +66,9 @@ class TooManyWorkers(Rule):
                 f"; each epoch begins with {in_ms(start.pause)} of waiting for them" if worth >= 0.01 and start else ""
             )
             each_other = ", and they wait for each other" if (working or 0.0) >= _CROWD * cores else ""
-            crowd = f"; no core is idle{each_other}" if full else ""
+            full_text = f"; no core is idle{each_other}" if full else ""
             yield cls.finding(
-                f"{loader.num_workers} workers share {cores} cores{pause}{crowd}",
+                f"{loader.num_workers} workers share {cores} cores{pause}{full_text}",
                 f"give the loader num_workers={max(1, cores - 1)}",
                 severity_of(worth),
                 min(1.0, worth) if worth >= 0.01 else None,

@@ -52,16 +52,18 @@ class UnbalancedGpus(Rule):
         busy = [mean_during(evidence, gpu.busy) or 0.0 for gpu in gpus]
         if len(gpus) < 2 or not busy[0]:
             return None
-        others = statistics.fmean(busy[1:])
+        others_busy = statistics.fmean(busy[1:])
         worth = 1 - statistics.fmean(busy) / max(busy) if busy[0] == max(busy) else 0.0
-        held, typical = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
-        uneven = busy[0] - others >= 0.15 and worth >= 0.05
-        fuller_first = typical > 0 and held >= 1.5 * typical and held - typical >= 1 << 30
+        first_memory, others_memory = max(gpus[0].memory), statistics.median(max(gpu.memory) for gpu in gpus[1:])
+        uneven = busy[0] - others_busy >= 0.15 and worth >= 0.05
+        fuller_first = (
+            others_memory > 0 and first_memory >= 1.5 * others_memory and first_memory - others_memory >= 1 << 30
+        )
         if not uneven and not fuller_first:
             return None
         return cls.finding(
-            f"the first GPU is {percent(busy[0])} busy and holds {held / 2**30:.1f} GiB, the others "
-            f"{percent(others)} and {typical / 2**30:.1f} GiB",
+            f"the first GPU is {percent(busy[0])} busy and holds {first_memory / 2**30:.1f} GiB, the others "
+            f"{percent(others_busy)} and {others_memory / 2**30:.1f} GiB",
             "compute the loss on each GPU (inside the module's forward), keep outputs where they are made, and load "
             "checkpoints with map_location; DistributedDataParallel balances by itself",
             severity_of(worth) if uneven else Severity.NOTE,

@@ -51,8 +51,8 @@ class UnnormalisedInputs(Rule):
             return None
         if evidence.layers and evidence.layers[0].kind.startswith(_NORMS):
             return None  # the model normalises them itself
-        why = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
-        if not why:
+        problem = _why_not_normal(inputs.mean, inputs.std, inputs.last_mean, inputs.last_std)
+        if not problem:
             return None
         value_range, pixels = "", False
         if inputs.low is not None and inputs.high is not None:
@@ -60,7 +60,7 @@ class UnnormalisedInputs(Rule):
             # Values from 0 to 255 are most likely images that were not divided by 255.
             pixels = inputs.low >= 0 and 100 < inputs.high <= 255
         return cls.finding(
-            f"{why}{value_range}",
+            f"{problem}{value_range}",
             "divide the pixels by 255 (ToTensor does), then subtract the mean and divide by the standard deviation"
             if pixels
             else "subtract each feature's mean over the training set and divide by its standard deviation",

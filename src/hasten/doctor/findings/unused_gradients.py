@@ -52,17 +52,17 @@ class UnusedGradients(Rule):
             return None
         weighted = [number for number, layer in enumerate(evidence.layers) if _WEIGHTED & set(layer.sizes)]
         trained = [number for number in weighted if evidence.layers[number] not in strays]
-        before = evidence.layers[: trained[0] if trained else None]
+        leading = evidence.layers[: trained[0] if trained else None]
         # Before the first trained layer the whole backward is wasted. After it a stray layer must still compute the
         # gradient of its input, so only that of its weights, about half of the work, is wasted.
-        wasted = sum(layer.seconds for layer in before)
-        wasted += sum(layer.seconds for layer in strays if layer not in before) / 2
-        first, more = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        wasted = sum(layer.seconds for layer in leading)
+        wasted += sum(layer.seconds for layer in strays if layer not in leading) / 2
+        first, others = strays[0], f" and {len(strays) - 1} more" if len(strays) > 1 else ""
         # Only whole leading layers can run under no_grad: layers after the first trained one must pass gradients on.
-        under = ", and call it under torch.no_grad()" if len(before) > 1 and first in before else ""
+        no_grad_tip = ", and call it under torch.no_grad()" if len(leading) > 1 and first in leading else ""
         return cls.timed(
-            f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{more}",
-            f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{under}; eval() alone does not",
+            f"layers get gradients in each backward, and no optimizer has their parameters: {first.path}{others}",
+            f"freeze them: `for p in part.parameters(): p.requires_grad_(False)`{no_grad_tip}; eval() alone does not",
             share_of(evidence, seconds_of(evidence, Phase.BACKWARD)) * wasted / total,
             HowKnown.ESTIMATED,
             place=first.where,

@@ -122,11 +122,11 @@ def _feeds_training(code: Code, call: cst.Call) -> bool:
     """Return whether a call's result may go backward: the call is part of a step, or its result becomes a loss."""
     if code.training.in_step(call):
         return True
-    for above in code.script.ancestors(call):
-        if isinstance(above, cst.Assign):
-            names = {dotted(part) for target in above.targets for part in targets_of(target.target)}
+    for ancestor in code.script.ancestors(call):
+        if isinstance(ancestor, cst.Assign):
+            names = {dotted(element) for target in ancestor.targets for element in targets_of(target.target)}
             return not names.isdisjoint(code.goes_into_loss)
-        if isinstance(above, cst.Call) and code.training.goes_backward(above):
+        if isinstance(ancestor, cst.Call) and code.training.goes_backward(ancestor):
             return True
     return False
 
@@ -180,8 +180,8 @@ def _only_validates(code: Code, function: cst.FunctionDef) -> bool:
                 or last_name(node.func) == "requires_grad_"
             ):
                 return False
-            own = code.script.functions.get(last_name(node.func), [])
-            if any(f in code.training.step_functions or f in code.training.training_functions for f in own):
+            called = code.script.functions.get(last_name(node.func), [])
+            if any(f in code.training.step_functions or f in code.training.training_functions for f in called):
                 return False
             if last_name(node.func)[:1].isupper() and (
                 code.script.makes_module(node) or code.script.is_optimizer(node)
@@ -198,9 +198,13 @@ def _returns_graphs(code: Code, loop: Loop) -> bool:
     } - {""}
     scope = code.script.scope(loop)
     end = code.script.positions[loop].end.line
-    after = (call for call in code.script.calls if code.script.scope(call) is scope and code.script.line(call) > end)
-    outer = [above for above in code.script.ancestors(loop) if isinstance(above, Loop)]
-    return not outer and any(dotted(receiver(c) or c) in assigned for c in after if code.training.goes_backward(c))
+    later_calls = (
+        call for call in code.script.calls if code.script.scope(call) is scope and code.script.line(call) > end
+    )
+    outer = [ancestor for ancestor in code.script.ancestors(loop) if isinstance(ancestor, Loop)]
+    return not outer and any(
+        dotted(receiver(c) or c) in assigned for c in later_calls if code.training.goes_backward(c)
+    )
 
 
 def _decorated(function: Any, no_grad: cst.Call) -> cst.CSTNode:

@@ -93,8 +93,8 @@ class WorkersRecreated(Rule):
             literal = isinstance(count, cst.Integer)
             unfixed_reason = ""
             if any(
-                last_name(other.func) == "set_epoch" and "sampler" not in dotted(other.func)
-                for other in code.script.calls
+                last_name(other_call.func) == "set_epoch" and "sampler" not in dotted(other_call.func)
+                for other_call in code.script.calls
             ):
                 unfixed_reason = "the dataset is told the epoch: workers that stay would not hear of it"
             value: cst.BaseExpression = cst.Name("True")

@@ -87,10 +87,10 @@ class WorkersZero(Rule):
         if not workers:
             return None
         table: Setting = {"num_workers": workers, "prefetch_factor": 2}
-        left = ordinary_seconds(evidence) - proposal.seconds
-        how = (
-            f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
-            f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
+        seconds = ordinary_seconds(evidence) - proposal.seconds
+        estimate = (
+            f"with {workers} of them the step would take {in_ms(seconds)}: the greatest of its own computation, a "
+            f"batch's making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
         )
         and_threads = (
             ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
@@ -105,7 +105,7 @@ class WorkersZero(Rule):
             share_of(evidence, proposal.seconds),
             HowKnown.ESTIMATED,
             place=loader.where,
-            details=(how,),
+            details=(estimate,),
             setting="" if loader.iterable else toml_value(table),
         )
 
@@ -148,8 +148,8 @@ def _hands_out_memory(code: Code, dataset: cst.BaseExpression, depth: int = 0) -
         return False
     if _MADE_UP.search(code.text(dataset, 200)):
         return True
-    made = [dataset, *code.script.assigned(dotted(dataset))] if dotted(dataset) else [dataset]
-    for value in made:
+    values = [dataset, *code.script.assigned(dotted(dataset))] if dotted(dataset) else [dataset]
+    for value in values:
         if not isinstance(value, cst.Call):
             continue
         name = last_name(value.func)
@@ -168,4 +168,4 @@ def _hands_out_memory(code: Code, dataset: cst.BaseExpression, depth: int = 0) -
             calls = [node for getter in getters for node in walk(getter.body) if isinstance(node, cst.Call)]
             if getters and all(last_name(inner.func) in _LIGHT for inner in calls):
                 return True
-    return any(isinstance(value, cst.List | cst.ListComp | cst.Subscript | cst.Tuple) for value in made)
+    return any(isinstance(value, cst.List | cst.ListComp | cst.Subscript | cst.Tuple) for value in values)

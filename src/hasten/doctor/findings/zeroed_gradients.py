@@ -68,8 +68,8 @@ class ZeroedGradients(Rule):
         # Under accumulation gradients are zeroed in only some of the steps.
         times = min(1.0, max(event.steps for event in events) / evidence.steps) if evidence.steps else 0.0
         seconds = measured or times * moved / (_GPU_BYTES if on_gpu(evidence) else _BYTES)
-        how = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
-        worth, how_known, live = switched(evidence, cls.name, share_of(evidence, seconds), how)
+        how_known = HowKnown.MEASURED if measured else HowKnown.ESTIMATED
+        worth, how_known, live = switched(evidence, cls.name, share_of(evidence, seconds), how_known)
         return cls.timed(
             f"gradients of {moved / 12 / 1e6:.1f} M parameters are filled with zeros instead of dropped, "
             f"{'' if measured else 'about '}{in_ms(seconds)} a step",

@@ -139,15 +139,17 @@ def _loader_bottleneck(evidence: Evidence, stages: Stages | None, use: SteadyUse
     Without stages it is not known how much of a batch's time is reading, and only iowait can show a slow disk.
     """
     reading = stages.read / stages.seconds if stages is not None else None
-    around = evidence.surroundings
-    remote = around is not None and is_network(around.filesystem)
+    environment = evidence.surroundings
+    remote = environment is not None and is_network(environment.filesystem)
     if reading is not None and reading < 0.5:
         return "data"
     if remote and reading is not None:
         return "network"
     if use is not None and use.waiting >= 0.2:
         return "disk"
-    if reading is not None and around is not None and around.rotational:  # reading takes half of the time or more here
+    if (
+        reading is not None and environment is not None and environment.rotational
+    ):  # reading takes half of the time or more here
         return "disk"
     return "data"
 
