@@ -13,7 +13,7 @@ from hasten.evidence.libraries import is_library
 _RATE = 200  # samples per second
 _GRACE = 10.0  # seconds that py-spy may take beyond the recording
 # Frames above which (outside of which) all is process start: a worker's loop, and the bench's in the main process.
-_BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._burn \(hasten)")
+_BEGINS = re.compile(r"(_worker_loop \(torch|_Bench\._record_stacks \(hasten)")
 # Innermost frames of a process that only waits, such as a worker for its next indices.
 _WAITS = re.compile(r"^[\w.]*\b_?(wait|accept|select|poll) \((threading|socket|selectors|multiprocessing/\w+)\.py")
 
@@ -57,7 +57,7 @@ def record(pid: int, seconds: float, out: Path) -> tuple[str, str]:
 def loading_stacks(stacks: str) -> str:
     """Return only the folded stacks in which batches are made or passed on, without the frames of process start.
 
-    >>> loading("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
+    >>> loading_stacks("main (a.py:1);_worker_loop (torch/utils/data/_utils/worker.py:3);fetch (b.py:2) 7")
     'fetch (b.py:2) 7'
     """
     folded = []

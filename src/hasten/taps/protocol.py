@@ -75,8 +75,8 @@ class Session(ABC):
             0.0.
         looking: Whether hasten itself profiles the current step.
         driver: Switches techniques while a tune runs.
-        heard: The evidence from before doctor began to switch techniques.
-        recorded: The recorder that `heard` was made from.
+        evidence_before_trials: The evidence from before doctor began to switch techniques; None until then.
+        recorded: The recorder that `evidence_before_trials` was made from.
         try_changes: Set by doctor. Called once its limits are reached, with the seconds left and the listener that is
             still to be called at the end of steps; returns whether it switches techniques now.
         tried: Returns the effects of switching techniques in the run; None before that began.
@@ -105,7 +105,7 @@ class Session(ABC):
         self.validating = self.without_graph = self.looking = False
         self.aside = 0.0
         self.driver: Driver | None = None
-        self.heard: Evidence | None = None
+        self.evidence_before_trials: Evidence | None = None
         self.recorded: Recorder | None = None
         self.try_changes: Callable[[float, Listener], bool] | None = None
         self.tried: Callable[[], tuple[LiveTrial, ...]] | None = None

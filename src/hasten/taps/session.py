@@ -211,7 +211,7 @@ class ProcessSession(Session):
         """Reset the session in a forked child, which may train itself: drop everything its parent recorded."""
         import multiprocessing.util
 
-        self._is_fork, self.tried, self.heard = True, None, None
+        self._is_fork, self.tried, self.evidence_before_trials = True, None, None
         if self.live is not None:
             self.live.forked()
         if self.bounds is not None:
@@ -334,7 +334,11 @@ class ProcessSession(Session):
         if self.rank:
             return
         try:
-            (self.evidence_of(recorder) if self.heard is None else self._with_trials(self.heard)).write(path)
+            (
+                self.evidence_of(recorder)
+                if self.evidence_before_trials is None
+                else self._with_trials(self.evidence_before_trials)
+            ).write(path)
         except HastenError as error:  # must not change the script's exit code
             messages.tell(f"hasten: {error}")
         except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.doctor.observe.inputs import first_tensor, padding, part_of, statistics
+from hasten.doctor.observe.inputs import excerpt_of, first_tensor, padding, statistics
 from hasten.evidence import Inputs
 from tests.doctor.observe.sampling import sampled
 from tests.taps.forks import forked
@@ -77,15 +77,15 @@ def test_words_with_padding() -> None:
 def test_only_a_part_of_big_batches_is_copied() -> None:
     """Some samples, and of images every second row and column; what is changed later is not seen."""
     big = torch.rand(64, 3, 256, 256)
-    part = part_of(big)
+    part = excerpt_of(big)
     assert part.numel() <= 100_000
     assert part.shape[1] == 3
     small = torch.ones(3)
-    kept = part_of(small)
+    kept = excerpt_of(small)
     small.zero_()
     assert kept.tolist() == [1, 1, 1]
-    assert part_of(torch.zeros(1, 10, 300_000)).numel() <= 600_000
-    assert part_of(torch.zeros(2, 3_000_000)).numel() <= 600_000
+    assert excerpt_of(torch.zeros(1, 10, 300_000)).numel() <= 600_000
+    assert excerpt_of(torch.zeros(2, 3_000_000)).numel() <= 600_000
 
 
 def test_batches_of_every_build() -> None:

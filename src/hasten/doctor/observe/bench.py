@@ -35,8 +35,10 @@ from hasten.taps.wrapping import tap
 from hasten.techniques.data.fork_safety import holds_open
 
 _FLAME = 4.0  # seconds to record one worker with py-spy, at most
-_LOOSE = 5  # backwards without a DataLoader batch after which the script counts as training without a loader
-_LONG = 3.0  # the bench counts as hung after this many times its seconds, plus a minute
+_MOST_WITHOUT_LOADER = (
+    5  # backwards without a DataLoader batch after which the script counts as training without a loader
+)
+_HUNG = 3.0  # the bench counts as hung after this many times its seconds, plus a minute
 _SHARDS = re.compile(r"get_worker_info|worker_info|split_by_worker|split_dataset_by_node|num_shards")
 _ANY_PROCESS = -1  # PR_SET_PTRACER_ANY
 _SET_PTRACER = 0x59616D61
@@ -67,24 +69,25 @@ class _Bench:
         self._session = session
         self._options = options
         self._seconds = options.bench_seconds
-        self._loose = 0
+        self._without_loader = 0
         self._pid = os.getpid()
-        self._since = time.monotonic()
+        self._started = time.monotonic()
         (self._stages,) = (observer for observer in session.observers if isinstance(observer, LoaderStages))
         self._stages.on = False  # switched on for one rebuilt loader only, after the rates: sampling slows batches down
 
     def backward(self) -> None:
         """Measure the loader of the current batch and end the process.
 
-        Return only while the current step drew no DataLoader batch (up to `_LOOSE` backwards), and in a forked child.
+        Return only while the current step drew no DataLoader batch (up to `_MOST_WITHOUT_LOADER` backwards), and in a
+        forked child.
         """
         session, recorder = self._session, self._session.run.recorder
         if recorder is None or os.getpid() != self._pid:
             return
         current = recorder.current
         if current.loader < 0:
-            self._loose += 1
-            if self._loose == _LOOSE:
+            self._without_loader += 1
+            if self._without_loader == _MOST_WITHOUT_LOADER:
                 session.error = f"{TRAINS_WITHOUT_LOADER}, at {caller()}"
                 session.complete()
             return
@@ -98,7 +101,7 @@ class _Bench:
         self._evidence = session.evidence_of(recorder, asks=False)
         self._bench = LoaderBench(built.facts)
         session.run.recorder = None  # drawing from the rebuilt loaders must not be recorded as training
-        self._measure_and_leave(loader)
+        self._measure_and_finish(loader)
 
     def _is_first(self) -> bool:
         """Return whether this is the first training process to reach its backward; only that process measures."""
@@ -109,11 +112,11 @@ class _Bench:
             return False
         return True
 
-    def _measure_and_leave(self, loader: Any) -> None:
+    def _measure_and_finish(self, loader: Any) -> None:
         """Measure under a watchdog and signal handlers, write the evidence, and end the process."""
-        watch = threading.Timer(_LONG * self._seconds + 60, self._cut)
-        watch.daemon = True
-        watch.start()
+        watchdog = threading.Timer(_HUNG * self._seconds + 60, self._cut)
+        watchdog.daemon = True
+        watchdog.start()
         with contextlib.suppress(ValueError):  # not the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._stopped)
@@ -122,7 +125,7 @@ class _Bench:
             self._note(ended="finished")
         except BaseException as error:  # also KeyboardInterrupt and SystemExit: the script must not go on to train
             self._note(f"the bench broke off: {describe(error)}", ended="finished")
-        self._leave()
+        self._finish()
 
     def _stopped(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: write the evidence and exit here, without raising.
@@ -132,14 +135,14 @@ class _Bench:
         if os.getpid() != self._pid:  # a worker, which inherited this handler when it was forked
             raise KeyboardInterrupt
         self._note(ended="stopped")
-        self._leave()
+        self._finish()
 
     def _cut(self) -> None:
         """End the bench from the watchdog's thread, because a loader hangs."""
         self._note("the bench was cut: it took three times as long as it was given", ended="cut")
-        self._leave()
+        self._finish()
 
-    def _leave(self) -> None:
+    def _finish(self) -> None:
         """Write the final evidence and end the process."""
         self._stages.remove()
         self._write(dataclasses.replace(self._evidence, ended="complete"))
@@ -154,7 +157,7 @@ class _Bench:
         dataclasses.replace(evidence, loader_bench=self._bench).write(Path(self._session.config.evidence))
 
     def _say(self, line: str) -> None:
-        messages.tell(f"hasten {time.monotonic() - self._since:5.0f}s  {line}")
+        messages.tell(f"hasten {time.monotonic() - self._started:5.0f}s  {line}")
 
     # -- the bench ------------------------------------------------------------------------------------------
 
@@ -163,20 +166,20 @@ class _Bench:
         facts = self._bench.loader
         if loader is None:
             raise RuntimeError("the training loader was gone when its first batch was trained on")
-        counts, why = _counts(loader, facts)
-        self._note(*([why] if why else []), *_measured_as(loader))
+        counts, reason = _counts(loader, facts)
+        self._note(*([reason] if reason else []), *_measured_as(loader))
         self._say(
             f"the training loader is that of {facts.where} ({facts.dataset}); workers to measure: {_listed(counts)}"
         )
         begin = time.perf_counter()
         flame = min(_FLAME, self._seconds / 8)
         stages = self._seconds / 8
-        each = (self._seconds - flame - stages) / len(counts)
+        seconds_each = (self._seconds - flame - stages) / len(counts)
         for number, workers in enumerate(counts):
             if time.perf_counter() - begin > self._seconds:
                 self._note(f"the time was up before {_listed(counts[number:])} workers; --seconds gives more")
                 break
-            self._rate(loader, workers, each)
+            self._rate(loader, workers, seconds_each)
             if number == 1 and not self._bench.measured:
                 break  # both 0 workers and the next count failed: the dataset itself fails
         if most := max((rate.workers for rate in self._bench.measured), default=0):
@@ -209,23 +212,23 @@ class _Bench:
         self._session.loaders.append(BuiltLoader(lambda: None, dataclasses.replace(rebuilt_facts, batches=None)))
         index = len(self._session.loaders) - 1
         # Registered as one more loader of the session: `LoaderStages` samples only loaders that have an index.
-        made = rebuilt(loader, workers)
-        made.__dict__["_hasten_index"] = index
+        rebuilt_loader = rebuilt(loader, workers)
+        rebuilt_loader.__dict__["_hasten_index"] = index
         self._stages.on = True
         with contextlib.suppress(Exception):  # the dataset's errors are already recorded with the rates
-            _draw(made, stages, 6 * max(1, workers))
-        made._iterator = None  # ends its workers now: workers forked by the next loader would inherit them
+            _draw(rebuilt_loader, stages, 6 * max(1, workers))
+        rebuilt_loader._iterator = None  # ends its workers now: workers forked by the next loader would inherit them
         self._stages.on = False
         self._note(stages=self._stages.of(index), stages_workers=workers)
         if not self._options.bench_flame:
             self._note(flame_note="no flame graph: it was not asked for")
             return
         self._say("a worker under py-spy" if workers else "the loader's process under py-spy")
-        made = rebuilt(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
+        rebuilt_loader = rebuilt(loader, workers, init=TraceableWorker(loader.worker_init_fn) if workers else None)
         with contextlib.suppress(Exception):
-            self._burn(made, workers, flame)
+            self._record_stacks(rebuilt_loader, workers, flame)
 
-    def _burn(self, loader: Any, workers: int, seconds: float) -> None:
+    def _record_stacks(self, loader: Any, workers: int, seconds: float) -> None:
         """Draw batches while py-spy records a worker's stacks, or this process's if there are no workers."""
         iterator = iter(loader)
         next(iterator, None)
@@ -290,12 +293,12 @@ def _counts(loader: Any, facts: Any) -> tuple[list[int], str]:
 
     By default: 0, 1, 2, the script's own count, powers of two, and up to twice the number of cores.
     """
-    own, cores = facts.num_workers, this_machine().cores
+    own_count, cores = facts.num_workers, this_machine().cores
     if unsafe := holds_open(loader.dataset):
-        return [own] if own else [0], f"the dataset {unsafe}: not safe to share with worker processes"
-    if facts.iterable and own < 2 and not _shards(loader):
+        return [own_count] if own_count else [0], f"the dataset {unsafe}: not safe to share with worker processes"
+    if facts.iterable and own_count < 2 and not _shards(loader):
         return [0, 1], "the dataset is iterable and does not ask which worker it is in: a second would repeat it all"
-    counts = {0, 1, 2, own, cores, 2 * cores}
+    counts = {0, 1, 2, own_count, cores, 2 * cores}
     if 2 * cores <= 8:
         counts |= set(range(2 * cores))
     counts |= {2**power for power in range(2, 10) if 2**power <= 2 * cores}

@@ -45,7 +45,7 @@ class CallProbe:
         self._log = EventLog(session.in_step)
         self._steps: list[int] = []
         self._next = _FIRST  # the next step to probe
-        self._looking = False
+        self._probing = False
         self._calls: list[tuple[Any, float]] = []  # C functions being called, and when each began
         self._device = ""
         self._masks: dict[str, Any] = {}  # method name -> our tap on torch.Tensor, which had inherited the method
@@ -60,7 +60,7 @@ class CallProbe:
         if steps >= self._next and steps == self._recorder.kept.next:
             self._next = steps + 1 if steps < _FIRST + _IN_A_ROW - 1 else 2 * steps
             self._begin(steps)
-        return steps + 1 if self._looking else self._next
+        return steps + 1 if self._probing else self._next
 
     def _begin(self, steps: int) -> None:
         import torch
@@ -69,26 +69,26 @@ class CallProbe:
         if sys.getprofile() is not None or _profiler_enabled():
             return  # the script's profiler, a debugger or coverage is active: only one profile function can be set
         self._steps.append(steps)
-        self._looking = True
-        self._device = self._devices()
+        self._probing = True
+        self._device = self._model_device()
         self._masks = _mask_taps(torch, self._log)
-        sys.setprofile(self._see)
+        sys.setprofile(self._profile)
 
     def stop(self) -> None:
         """Stop probing the current step. Safe to call when none is probed."""
-        if not self._looking:
+        if not self._probing:
             return
         import torch
 
-        if sys.getprofile() == self._see:
+        if sys.getprofile() == self._profile:
             sys.setprofile(None)
         self._calls.clear()
-        self._looking = False
-        for name, ours in self._masks.items():
-            if vars(torch.Tensor).get(name) is ours:  # else someone has patched the method since: leave theirs
+        self._probing = False
+        for name, our_tap in self._masks.items():
+            if vars(torch.Tensor).get(name) is our_tap:  # else someone has patched the method since: leave theirs
                 delattr(torch.Tensor, name)
 
-    def _devices(self) -> str:
+    def _model_device(self) -> str:
         """Return the device type of the script's model.
 
         It is assumed for calls like `torch.nonzero(x)`: the profile function is given the function, not its arguments.
@@ -99,7 +99,7 @@ class CallProbe:
                 return str(facts.device)
         return ""
 
-    def _see(self, frame: FrameType, event: str, function: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         """Time a call into C. This is the profile function."""
         if event == "c_call":
             if function.__name__ in _NAMES:
@@ -107,9 +107,9 @@ class CallProbe:
         elif self._calls and event != "call" and self._calls[-1][0] is function:  # c_return or c_exception
             start = self._calls.pop()[1]
             with self._session.run.guard("looking at calls"):  # a function like no other
-                self._over(frame, function, perf_counter() - start)
+                self._record(frame, function, perf_counter() - start)
 
-    def _over(self, frame: FrameType, function: Any, seconds: float) -> None:
+    def _record(self, frame: FrameType, function: Any, seconds: float) -> None:
         """Record a call that has returned."""
         name, owner = function.__name__, getattr(function, "__self__", None)
         if name in _WRITES:
@@ -126,10 +126,10 @@ class CallProbe:
             return  # a function of the same name in numpy or another library
         if name == "where" and _arguments(frame) != 1:  # `where(mask)` searches; `where(mask, a, b)` only selects
             return
-        above: FrameType | None = frame
-        while above is not None and above.f_code.co_filename.replace("\\", "/").endswith(_FORWARDING):
-            above = above.f_back
-        self._note("nonzero", above, seconds, device, name.removeprefix("_").removesuffix("2"))
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_filename.replace("\\", "/").endswith(_FORWARDING):
+            outer = outer.f_back
+        self._note("nonzero", outer, seconds, device, name.removeprefix("_").removesuffix("2"))
 
     def _note(self, kind: str, frame: FrameType | None, seconds: float, device: str, detail: str) -> None:
         place = script_place(frame)

@@ -18,7 +18,7 @@ from hasten.taps.steps_over import NEVER
 from hasten.taps.wrapping import passed_over, tap
 
 _LARGE = 2**21  # elements in the logits, from which the technique chunked_loss acts
-_WRITER = (
+_WRITER_METHODS = (
     "add_audio", "add_embedding", "add_figure", "add_graph", "add_histogram", "add_hparams", "add_image",
     "add_image_with_boxes", "add_images", "add_mesh", "add_pr_curve", "add_scalar", "add_scalars", "add_tensor",
     "add_text", "add_video", "flush",
@@ -32,12 +32,12 @@ def tap_calls(session: Session, log: EventLog) -> None:
     import torch
 
     for owner in (torch.cuda, torch.cuda.memory):
-        tap(owner, "empty_cache", lambda plain: _counted(plain, "empty_cache", log))
+        tap(owner, "empty_cache", lambda plain: _timed(plain, "empty_cache", log))
     for owner in (torch.cuda, torch.accelerator):
-        tap(owner, "synchronize", lambda plain: _counted(plain, "synchronize", log))
-    tap(gc, "collect", lambda plain: _counted(plain, "gc_collect", log))
+        tap(owner, "synchronize", lambda plain: _timed(plain, "synchronize", log))
+    tap(gc, "collect", lambda plain: _timed(plain, "gc_collect", log))
     for name in ("gradcheck", "gradgradcheck"):
-        tap(torch.autograd, name, lambda plain: _counted(plain, "gradcheck", log))
+        tap(torch.autograd, name, lambda plain: _timed(plain, "gradcheck", log))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _tap_clip(torch, name, log)
     tap(torch.nn.functional, "cross_entropy", lambda plain: _large_loss(plain, log))
@@ -48,7 +48,7 @@ def tap_calls(session: Session, log: EventLog) -> None:
 
 
 @passed_over
-def _counted(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
+def _timed(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
     """Wrap a function to note each call's time."""
     from torch.compiler import is_compiling
 
@@ -67,7 +67,7 @@ def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
     """Tap a clipping function in its module and in `torch.nn.utils`, which holds a second reference to it."""
     module = torch.nn.utils.clip_grad
     plain = getattr(module, name)
-    tap(module, name, lambda plain: _counted(plain, "clip", log, name))
+    tap(module, name, lambda plain: _timed(plain, "clip", log, name))
     if getattr(torch.nn.utils, name) is plain:
         setattr(torch.nn.utils, name, getattr(module, name))
 
@@ -154,7 +154,7 @@ class DebugTools:
         self._session = session
         self._log = log
         self._places: dict[str, str] = {}  # kind -> `file:line` that switched it on last
-        self._counted = 0  # the steps before this number are counted
+        self._counted_until = 0  # the steps before this number are counted
 
     def install(self, torch: Any) -> None:
         """Tap every way to start the profiler or anomaly detection."""
@@ -173,12 +173,12 @@ class DebugTools:
             result = plain(self_, *args, **kwargs)
             with self._session.run.guard(f"observing {kind}"):
                 if getattr(self_, "enabled", True):  # `with profile(args.profile)` enters a disabled profiler too
-                    self._see(kind, (*args, *kwargs.values()))
+                    self._remember(kind, (*args, *kwargs.values()))
             return result
 
         return switch
 
-    def _see(self, kind: str, args: tuple[Any, ...]) -> None:
+    def _remember(self, kind: str, args: tuple[Any, ...]) -> None:
         """Remember the line that switched the tool on, and count from the current step on."""
         if "/_functorch/" in sys._getframe(2).f_code.co_filename:
             return  # torch.compile itself switches anomaly detection on to trace
@@ -187,7 +187,7 @@ class DebugTools:
         if place is None or (args and args[0] is False):
             return
         if not self._places:
-            self._counted = max(0, self._log.in_step())
+            self._counted_until = max(0, self._log.in_step())
             self._session.steps_over.tell(self._on_step)
         self._places[kind] = place
         if self._log.in_step() >= 0:
@@ -200,9 +200,9 @@ class DebugTools:
 
         on = {"profiler": _profiler_enabled(), "anomaly": torch.is_anomaly_enabled()}
         for kind in [kind for kind in self._places if on[kind]]:
-            for step in range(self._counted, steps):
+            for step in range(self._counted_until, steps):
                 self._log.note_at(kind, self._places[kind], step=step)
-        self._counted = steps
+        self._counted_until = steps
 
 
 def _tap_loggers(session: Session, log: EventLog) -> None:
@@ -210,17 +210,17 @@ def _tap_loggers(session: Session, log: EventLog) -> None:
     import csv
     import json
 
-    tap(json, "dump", lambda plain: _counted(plain, "log", log, "json.dump"))
+    tap(json, "dump", lambda plain: _timed(plain, "log", log, "json.dump"))
     for name in ("writerow", "writerows"):
-        tap(csv.DictWriter, name, lambda plain: _counted(plain, "log", log, "csv"))
+        tap(csv.DictWriter, name, lambda plain: _timed(plain, "log", log, "csv"))
 
     def tap_writer(module: Any) -> None:
-        for name in _WRITER:
+        for name in _WRITER_METHODS:
             detail = f"SummaryWriter.{name}"
-            tap(module.SummaryWriter, name, functools.partial(_counted, kind="log", log=log, detail=detail))
+            tap(module.SummaryWriter, name, functools.partial(_timed, kind="log", log=log, detail=detail))
 
     def tap_wandb(module: Any) -> None:
-        tap(module.Run, "log", lambda plain: _counted(plain, "log", log, "wandb.log"))
+        tap(module.Run, "log", lambda plain: _timed(plain, "log", log, "wandb.log"))
 
     for name in ("torch.utils.tensorboard.writer", "tensorboardX.writer"):
         once_imported(session, name, f"observing {name}", tap_writer)

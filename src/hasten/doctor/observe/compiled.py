@@ -16,7 +16,7 @@ from typing import Any
 from hasten.taps.after_import import after_import
 
 _MOST = 40  # graph breaks in the evidence
-_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
+_FILE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def has_compiled() -> bool:
@@ -51,7 +51,7 @@ def before_compiling(notify: Callable[[], None]) -> None:
     after_import("torch._dynamo.callback", register)
 
 
-def what_dynamo_says() -> tuple[tuple[str, ...], tuple[str, ...]]:
+def graph_breaks_and_recompilations() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return this process's graph breaks so far, the most frequent first, and each of its recompilations.
 
     Each is "file:line: reason". Recompilations are limited to the last 64 compilations, which is all torch keeps.
@@ -73,16 +73,16 @@ def what_dynamo_says() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(text for text, _ in breaks.most_common(_MOST)), recompilations
 
 
-def _placed(reason: str, otherwise: str) -> str:
+def _placed(reason: str, default_place: str) -> str:
     """Return "file:line: reason" with the reason's first line.
 
     Args:
         reason: torch's text.
-        otherwise: `file:line` to use if the text names none.
+        default_place: `file:line` to use if the text names none.
     """
     first = reason.strip().splitlines()[0].split("  # ")[0].strip() if reason.strip() else "no reason given"
-    named = _PLACE.search(reason)
-    place = f"{named[1]}:{named[2]}" if named else otherwise
+    named = _FILE_LINE.search(reason)
+    place = f"{named[1]}:{named[2]}" if named else default_place
     return f"{place}: {first}" if place else first
 
 

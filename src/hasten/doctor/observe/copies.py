@@ -39,7 +39,7 @@ class _LoaderBatches:
         # A weak reference does not keep the batch's memory, but keeps torch from reusing the address of the storage
         # (`_cdata`), by which it is recognised.
         self._batches: deque[dict[int, Any]] = deque(maxlen=_REMEMBERED)
-        self._blind = False  # some batch hid its tensors, so an unknown tensor may be from a loader
+        self._incomplete = False  # some batch hid its tensors, so an unknown tensor may be from a loader
 
     def add(self, batch: Any) -> None:
         """Remember the storages of a batch's tensors, found in nested collections or in an object's attributes."""
@@ -47,17 +47,17 @@ class _LoaderBatches:
         from torch.multiprocessing.reductions import StorageWeakRef
         from torch.utils._pytree import tree_iter
 
-        parts = [part for part in tree_iter(batch) if isinstance(part, torch.Tensor)]
-        if not parts and hasattr(batch, "__dict__"):
-            parts = [part for part in tree_iter(vars(batch)) if isinstance(part, torch.Tensor)]
-        self._blind = self._blind or not parts
-        storages = [part.untyped_storage() for part in parts]
+        tensors = [tensor for tensor in tree_iter(batch) if isinstance(tensor, torch.Tensor)]
+        if not tensors and hasattr(batch, "__dict__"):
+            tensors = [tensor for tensor in tree_iter(vars(batch)) if isinstance(tensor, torch.Tensor)]
+        self._incomplete = self._incomplete or not tensors
+        storages = [tensor.untyped_storage() for tensor in tensors]
         self._batches.append({storage._cdata: StorageWeakRef(storage) for storage in storages})
 
     def has(self, tensor: Any) -> bool | None:
         """Return whether a loader yielded this tensor or its base; None if that is unknown."""
         storage = tensor.untyped_storage()._cdata
-        return any(storage in batch for batch in self._batches) or (None if self._blind else False)
+        return any(storage in batch for batch in self._batches) or (None if self._incomplete else False)
 
 
 def _remembering(plain: Any, batches: _LoaderBatches, session: Session) -> Any:

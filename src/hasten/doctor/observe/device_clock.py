@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.cuda import Event
 
 _MOST = 64  # boundaries in a step; a step with more (it contains a validation) keeps the CPU's times
-_BEHIND = 64  # steps queued but not done on the GPU; older ones keep the CPU's times
+_MOST_QUEUED = 64  # steps queued but not done on the GPU; older ones keep the CPU's times
 _PATIENCE = 3  # steps after which a model that is not on a GPU is assumed to train on the CPU
 
 
@@ -136,8 +136,8 @@ class DeviceClock:
         self._untouched = False  # no boundary was marked since the step began
         self._queued: deque[tuple[_Step, Event]] = deque()  # steps that the CPU has finished, with their last event
         self._last_end = 0.0  # end of the last corrected step, on the recorder's clock
-        self._last = -2  # number of that step
-        self._read = 0  # how many steps were corrected
+        self._last_number = -2  # number of that step
+        self._corrected = 0  # how many steps were corrected
 
     def mark(self, phase: Phase, begins: bool) -> None:
         """Record the beginning or the end of a phase (see `Recorder.listeners`)."""
@@ -170,7 +170,7 @@ class DeviceClock:
         self._inside.clear()
         self._step = _Step(self._recorder.now(), [(Phase.OTHER, end)], step is not None)
         self._untouched = True
-        if len(self._queued) > _BEHIND:
+        if len(self._queued) > _MOST_QUEUED:
             self._queued.popleft()
         self.read()
 
@@ -204,22 +204,22 @@ class DeviceClock:
         """
         recorder = self._recorder
         index = recorder.kept.index_of(step.number)
-        before = recorder.kept.phases[index] if index is not None else []
-        if index is not None and not before[Phase.VALIDATION] and not before[Phase.CHECKPOINT]:
+        cpu_phases = recorder.kept.phases[index] if index is not None else []
+        if index is not None and not cpu_phases[Phase.VALIDATION] and not cpu_phases[Phase.CHECKPOINT]:
             phases = [0.0] * len(Phase)
             events = [event for _, event in step.marks] + [end]
             for (phase, event), following in zip(step.marks, events[1:], strict=True):
                 phases[phase] += max(0.0, event.elapsed_time(following)) / 1000
-            if step.follows and self._last == step.number - 1:
+            if step.follows and self._last_number == step.number - 1:
                 start = self._last_end
             else:  # first step of a pass: the loader was started before the first event; that is data wait too
                 start = max(recorder.kept.start[index] + recorder.origin, self._last_end)
                 phases[Phase.DATA] += max(0.0, step.at - start)
             recorder.measured(step.number, start, phases)
-            self._last, self._last_end = step.number, start + sum(phases)
-            self._read += 1
+            self._last_number, self._last_end = step.number, start + sum(phases)
+            self._corrected += 1
         self._pool += [event for _, event in step.marks]
 
     def facts(self) -> dict[str, Any]:
         """Return `device_clock` if any step was corrected."""
-        return {"device_clock": True} if self._read else {}
+        return {"device_clock": True} if self._corrected else {}

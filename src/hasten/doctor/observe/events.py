@@ -29,15 +29,15 @@ def install(session: Session) -> None:
     log = event_log(session)
     parts: dict[str, Callable[[], None]] = {
         "tensors that are read": lambda: _tap_reads(log),
-        "torch.tensor": lambda: _tap_tensors_made(log),
+        "torch.tensor": lambda: _tap_tensor_constructors(log),
         "calls": lambda: tap_calls(session, log),
         "copies": lambda: tap_copies(session, log),
         "looks": lambda: install_call_probe(session, session.recorder),
         "remote files": lambda: tap_files(session, log),
     }
-    for name, part in parts.items():
+    for name, install_part in parts.items():
         with session.run.guard(f"observing {name}"):
-            part()
+            install_part()
 
 
 def _tap_reads(log: EventLog) -> None:
@@ -48,14 +48,14 @@ def _tap_reads(log: EventLog) -> None:
         tap(torch.Tensor, name, lambda plain: _read(plain, "item", log))
     tap(torch.Tensor, "tolist", lambda plain: _read(plain, "tolist", log))
     for name in ("numpy", "__array__"):
-        tap(torch.Tensor, name, lambda plain: _read_somehow(plain, "numpy", log))
-    tap(torch.Tensor, "cpu", lambda plain: _read_somehow(plain, "cpu", log))
-    tap(torch.Tensor, "__format__", lambda plain: _read_somehow(plain, "print", log))
-    tap(torch.Tensor, "__repr__", lambda plain: _read_somehow(plain, "print", log))
+        tap(torch.Tensor, name, lambda plain: _read_with_arguments(plain, "numpy", log))
+    tap(torch.Tensor, "cpu", lambda plain: _read_with_arguments(plain, "cpu", log))
+    tap(torch.Tensor, "__format__", lambda plain: _read_with_arguments(plain, "print", log))
+    tap(torch.Tensor, "__repr__", lambda plain: _read_with_arguments(plain, "print", log))
 
 
 def _read(plain: Any, kind: str, log: EventLog) -> Any:
-    """Wrap a method without arguments; the quicker sibling of `_read_somehow`, as `item` may be called often."""
+    """Wrap a method without arguments; the quicker sibling of `_read_with_arguments`, as `item` may be called often."""
     from torch import Tensor
     from torch.compiler import is_compiling
 
@@ -73,7 +73,7 @@ def _read(plain: Any, kind: str, log: EventLog) -> Any:
     return read
 
 
-def _read_somehow(plain: Any, kind: str, log: EventLog) -> Any:
+def _read_with_arguments(plain: Any, kind: str, log: EventLog) -> Any:
     """Wrap a method with any arguments."""
     from torch.compiler import is_compiling
 
@@ -90,18 +90,18 @@ def _read_somehow(plain: Any, kind: str, log: EventLog) -> Any:
     return read
 
 
-def _tap_tensors_made(log: EventLog) -> None:
+def _tap_tensor_constructors(log: EventLog) -> None:
     """Tap `torch.tensor` and `torch.as_tensor` of data that takes long to convert."""
     import torch
     from torch.compiler import is_compiling
 
-    def make(plain: Any, kinds: tuple[str, ...]) -> Any:
+    def make(plain: Any, noted_kinds: tuple[str, ...]) -> Any:
         def tensor(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return plain(*args, **kwargs)
             data = args[0] if args else kwargs.get("data")
-            source = "" if isinstance(data, int | float) else made_of(data)
-            if not source.startswith(kinds):
+            source = "" if isinstance(data, int | float) else data_kind(data)
+            if not source.startswith(noted_kinds):
                 return plain(*args, **kwargs)
             start = perf_counter()
             result = plain(*args, **kwargs)
@@ -116,7 +116,7 @@ def _tap_tensors_made(log: EventLog) -> None:
     untapped_for_script(torch, {name: getattr(torch, name) for name in plains}, plains)
 
 
-def made_of(data: Any) -> str:
+def data_kind(data: Any) -> str:
     """Return the kind of data that a tensor is built from, if that takes time.
 
     Returns:

@@ -21,12 +21,12 @@ from hasten.evidence import Event, MemoryPoint
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 
-# The first `_FIRST` steps are all watched, then every `_EVERY`-th, from step `_LATER` on every `_RARELY`-th. Steps that
-# take longer than `_SLOW` seconds are all watched.
+# The first `_FIRST` steps are all watched, then every `_INTERVAL`-th, from step `_LATER` on every `_LATE_INTERVAL`-th.
+# Steps that take longer than `_SLOW` seconds are all watched.
 _FIRST = 16
-_EVERY = 8
+_INTERVAL = 8
 _LATER = 512
-_RARELY = 32
+_LATE_INTERVAL = 32
 _SLOW = 0.02
 _OLD = 5  # steps after which the graph of a loss should have been freed
 _SEVERAL = 3  # fewer graphs alive at once may be a last and a best loss, which a script may keep
@@ -56,18 +56,18 @@ class Graphs:
         self._session = session
         self._recorder = recorder
         self._watching = True
-        self._every = _EVERY
+        self._interval = _INTERVAL
         self._last_call = (0, perf_counter())  # of `on_step`: steps, when
         self._sentinels: list[tuple[int, str, weakref.ref[Any]]] = []  # step and place of the backward, sentinel
         self._freed: Counter[str] = Counter()  # place of a backward -> sentinels attached there whose graph was freed
-        self._kept: dict[str, tuple[int, int]] = {}  # place -> most graphs alive at once, of how many
+        self._most_alive: dict[str, tuple[int, int]] = {}  # place -> most graphs alive at once, of how many
         self._trusted = False  # a collection has shown that graphs alive here are not just uncollected cycles
         self._collect_at = 0
         self._disturbed: list[int] = []
         self._retained: Counter[tuple[str, int]] = Counter()  # backward(retain_graph=True) by place and step
         self._stand_for: dict[int, int] = {}  # watched step -> how many steps it represents
         self._points: list[MemoryPoint] = []
-        self._apart = 0.05  # seconds between two memory points
+        self._point_interval = 0.05  # seconds between two memory points
         self._last_point = 0.0
 
     def on_step(self, steps: int) -> int:
@@ -80,30 +80,30 @@ class Graphs:
         steps_before, at = self._last_call
         if steps > steps_before:
             slow = (now - at) / (steps - steps_before) > _SLOW
-            self._every = 1 if slow else _EVERY if steps < _LATER else _RARELY
+            self._interval = 1 if slow else _INTERVAL if steps < _LATER else _LATE_INTERVAL
         self._last_call = steps, now
-        kept, often = self._recorder.kept, self._every
+        kept, interval = self._recorder.kept, self._interval
         # In a long run the recorder keeps one step of `kept.every`, and its clock rests in the others: then only kept
         # steps are watched, because listening in the others would wake it.
         if kept.every > 1:
-            self._every = kept.every * max(1, often // kept.every)
-            watch = steps == kept.next and steps % self._every < kept.every
+            self._interval = kept.every * max(1, interval // kept.every)
+            watch = steps == kept.next and steps % self._interval < kept.every
         else:
-            watch = steps < _FIRST or steps % often == 0
+            watch = steps < _FIRST or steps % interval == 0
         if watch != self._watching:
             (self._session.on_backward.append if watch else self._session.on_backward.remove)(self.on_backward)
             self._watching = watch
         if watch:
             if steps >= _FIRST:
-                self._stand_for[steps] = self._every
-            self._look(steps)
-            if now - self._last_point >= self._apart:
+                self._stand_for[steps] = self._interval
+            self._check_graphs(steps)
+            if now - self._last_point >= self._point_interval:
                 self._last_point = now
-                self._point(steps)
+                self._sample_memory(steps)
         if watch:
             return steps + 1
-        in_its_turn = kept.every > 1 and kept.next % self._every < kept.every
-        return max(steps + 1, kept.next if in_its_turn else steps + self._every - steps % self._every)
+        in_its_turn = kept.every > 1 and kept.next % self._interval < kept.every
+        return max(steps + 1, kept.next if in_its_turn else steps + self._interval - steps % self._interval)
 
     # -- graphs --------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Graphs:
                 node.metadata["hasten"] = sentinel
                 self._sentinels.append((self._recorder.steps, place, weakref.ref(sentinel)))
 
-    def _look(self, steps: int) -> None:
+    def _check_graphs(self, steps: int) -> None:
         """Record how many old graphs are alive, after a collection if they may only be uncollected cycles."""
         alive = self._alive(steps)
         if not alive:
@@ -136,8 +136,8 @@ class Graphs:
             alive = self._alive(steps)
             self._trusted = bool(alive)
         for place, count in alive.items():
-            if count > self._kept.get(place, (0, 0))[0]:
-                self._kept[place] = count, self._freed[place] + count
+            if count > self._most_alive.get(place, (0, 0))[0]:
+                self._most_alive[place] = count, self._freed[place] + count
 
     def _alive(self, steps: int) -> dict[str, int]:
         """Return how many old graphs are alive by place, where they are several; forget sentinels that died."""
@@ -155,28 +155,30 @@ class Graphs:
 
     # -- memory --------------------------------------------------------------------------------------------
 
-    def _point(self, steps: int) -> None:
+    def _sample_memory(self, steps: int) -> None:
         """Add a memory point."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         self._points.append(MemoryPoint(steps, _resident(), _on_gpu(), used.ru_minflt, used.ru_stime))
         if len(self._points) > _POINTS:
             del self._points[1::2]
-            self._apart *= 2
+            self._point_interval *= 2
 
     def facts(self) -> dict[str, Any]:
         """Return memory over time, events of kept and retained graphs, and disturbed steps."""
         total = self._recorder.steps
         events = [
-            Event("retained_graph", place, count, total, detail=f"{count} of {of}")
-            for place, (count, of) in self._kept.items()
+            Event("retained_graph", place, count, total, detail=f"{count} of {watched}")
+            for place, (count, watched) in self._most_alive.items()
         ]
         for place in {place for place, _ in self._retained}:
-            seen = [
-                (self._stand_for.get(step, 1), times) for (at, step), times in self._retained.items() if at == place
+            weighted = [
+                (self._stand_for.get(step, 1), times)
+                for (where, step), times in self._retained.items()
+                if where == place
             ]
-            steps = min(total, sum(weight for weight, _ in seen))
-            events.append(Event("retain_graph", place, sum(weight * times for weight, times in seen), steps))
-        self._point(total)
+            steps = min(total, sum(weight for weight, _ in weighted))
+            events.append(Event("retain_graph", place, sum(weight * times for weight, times in weighted), steps))
+        self._sample_memory(total)
         return {"events": tuple(events), "memory": tuple(self._points), "disturbed": tuple(self._disturbed)}
 
 

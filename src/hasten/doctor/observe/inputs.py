@@ -15,10 +15,10 @@ from hasten.evidence import Inputs
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 
-_ALL = 64  # first batches of a loader, each of which is looked at
-_EVERY = 16  # after these, every 16th batch is looked at
+_FIRST = 64  # first batches of a loader, each of which is looked at
+_INTERVAL = 16  # after these, every 16th batch is looked at
 _SHAPES = 64  # distinct shapes to count, at most
-_KEPT = 4  # first batches of which a part is kept
+_MOST_EXCERPTS = 4  # first batches of which a part is kept
 _NUMBERS = 65_536  # numbers to keep of a batch, about
 _STEPS_DISTURBED = 4
 
@@ -27,28 +27,28 @@ def install(session: Session) -> None:
     """Look at the batches of all loaders."""
     watch = InputWatch(session.recorder)
     session.observers.append(watch)
-    session.on_batch.append(watch.seen)
+    session.on_batch.append(watch.on_batch)
 
 
 @dataclass(slots=True)
 class _Loader:
     """Shapes and samples of one loader's batches."""
 
-    looked: int = 0  # batches that were looked at
+    checked: int = 0  # batches that were looked at
     shapes: dict[tuple[int, ...], int] = field(default_factory=dict)
     dtype: str = ""
-    kept: list[Any] = field(default_factory=list)  # copies of a part of each of the first batches
+    excerpts: list[Any] = field(default_factory=list)  # copies of a part of each of the first batches
 
 
-def inputs_of(seen: list[tuple[tuple[int, ...], Any]]) -> Inputs:
+def statistics_of(batches: list[tuple[tuple[int, ...], Any]]) -> Inputs:
     """Return the statistics of batches that no loader yielded.
 
     Args:
-        seen: Per batch, its shape and the part that was kept.
+        batches: Per batch, its shape and the part that was kept.
     """
-    shapes = Counter(shape for shape, _ in seen)
-    kind = str(seen[0][1].dtype).removeprefix("torch.")
-    return Inputs(tuple(shapes.most_common()), len(seen), kind, **statistics([part for _, part in seen]))
+    shapes = Counter(shape for shape, _ in batches)
+    kind = str(batches[0][1].dtype).removeprefix("torch.")
+    return Inputs(tuple(shapes.most_common()), len(batches), kind, **statistics([part for _, part in batches]))
 
 
 class InputWatch:
@@ -62,7 +62,7 @@ class InputWatch:
         self._recorder = recorder
         self._loaders: dict[int, _Loader] = {}
 
-    def seen(self, index: int, batch: Any) -> int:
+    def on_batch(self, index: int, batch: Any) -> int:
         """Look at a batch. Return how many batches of this loader to skip before the next call.
 
         Args:
@@ -74,15 +74,15 @@ class InputWatch:
             loader = self._loaders[index] = _Loader()
         tensor = first_tensor(batch)
         if tensor is None:
-            return _EVERY - 1
-        loader.looked += 1
+            return _INTERVAL - 1
+        loader.checked += 1
         shape = tuple(tensor.shape)
         if shape in loader.shapes or len(loader.shapes) < _SHAPES:
             loader.shapes[shape] = loader.shapes.get(shape, 0) + 1
-        if len(loader.kept) < _KEPT:
+        if len(loader.excerpts) < _MOST_EXCERPTS:
             loader.dtype = str(tensor.dtype).removeprefix("torch.")
-            loader.kept.append(part_of(tensor))
-        return 0 if loader.looked < _ALL else _EVERY - 1
+            loader.excerpts.append(excerpt_of(tensor))
+        return 0 if loader.checked < _FIRST else _INTERVAL - 1
 
     def facts(self) -> dict[str, Any]:
         """Return `inputs` of the loader with the most training batches, and the steps disturbed by the copies."""
@@ -91,11 +91,11 @@ class InputWatch:
             if finished.trained:
                 trained[finished.loader] = trained.get(finished.loader, 0) + finished.batches
         most = max((index for index in trained if index in self._loaders), key=lambda i: trained[i], default=None)
-        if most is None or not self._loaders[most].looked:
+        if most is None or not self._loaders[most].checked:
             return {}
         loader = self._loaders[most]
         shapes = sorted(loader.shapes.items(), key=lambda entry: -entry[1])
-        inputs = Inputs(shapes=tuple(shapes), batches=loader.looked, dtype=loader.dtype, **statistics(loader.kept))
+        inputs = Inputs(shapes=tuple(shapes), batches=loader.checked, dtype=loader.dtype, **statistics(loader.excerpts))
         return {"inputs": inputs, "disturbed": tuple(range(min(_STEPS_DISTURBED, self._recorder.steps)))}
 
 
@@ -113,7 +113,7 @@ def first_tensor(batch: Any, depth: int = 4) -> Any:
     return None
 
 
-def part_of(tensor: Any) -> Any:
+def excerpt_of(tensor: Any) -> Any:
     """Return a copy of about `_NUMBERS` numbers of a batch: some samples and, in images, some rows and columns."""
     tensor = tensor.detach()
     while tensor.dim() > 2 and tensor.numel() > 8 * _NUMBERS and max(tensor.shape[2:]) > 16:

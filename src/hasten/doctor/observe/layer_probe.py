@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from hasten.doctor.observe.inputs import first_tensor, part_of
+from hasten.doctor.observe.inputs import excerpt_of, first_tensor
 from hasten.evidence import Layer
 from hasten.evidence.facts import caller
 
@@ -27,7 +27,7 @@ _LAST_OF = ("kernel_size", "stride", "padding", "dilation")  # a number or a tup
 
 
 @dataclass
-class _Seen:
+class _LayerStats:
     """Observations of one layer, in all the probed steps."""
 
     path: str
@@ -72,16 +72,16 @@ class LayerProbe:
         softmaxes: Shape of a softmax -> `file:line` of the call, and the path of the module around it.
     """
 
-    def __init__(self, models: Sequence[Any], timed: bool, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
+    def __init__(self, models: Sequence[Any], timed: bool, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
         self._paths = paths_of(models)
         self._layers = {id(module) for model in models for module in model.modules() if is_layer(module)}
         self._roots = {id(model) for model in models}
         self._timed = timed
         self._thread = threading.get_ident()
-        self._order: list[_Seen] = []  # in order of the first call
-        self._seen: dict[int, _Seen] = {}
-        self._outputs: dict[int, tuple[Any, _Seen]] = {}  # id of an output -> (weak reference to it, its layer)
+        self._order: list[_LayerStats] = []  # in order of the first call
+        self._stats: dict[int, _LayerStats] = {}
+        self._outputs: dict[int, tuple[Any, _LayerStats]] = {}  # id of an output -> (weak reference to it, its layer)
         self._inside: list[int] = []  # ids of the modules whose forward is running
         self._undo = contextlib.ExitStack()
         self.inputs: list[tuple[tuple[int, ...], Any]] = []
@@ -92,11 +92,11 @@ class LayerProbe:
         import torch
         from torch.nn.modules import module
 
-        self._undo.callback(module.register_module_forward_pre_hook(self._before).remove)
-        after = module.register_module_forward_hook(self._after, with_kwargs=True)
+        self._undo.callback(module.register_module_forward_pre_hook(self._on_forward_begin).remove)
+        handle = module.register_module_forward_hook(self._on_forward_end, with_kwargs=True)
         # torch does not remove this entry with the hook, and later warns that compiled modules have hooks.
-        self._undo.callback(getattr(module, "_global_forward_hooks_with_kwargs", {}).pop, after.id, None)
-        self._undo.callback(after.remove)
+        self._undo.callback(getattr(module, "_global_forward_hooks_with_kwargs", {}).pop, handle.id, None)
+        self._undo.callback(handle.remove)
         for owner in (torch.nn.functional, torch, torch.Tensor):
             self._watch_softmax(owner)
 
@@ -112,22 +112,22 @@ class LayerProbe:
         Args:
             steps: How many steps were observed.
         """
-        return tuple(seen.layer(steps) for seen in self._order)
+        return tuple(stats.layer(steps) for stats in self._order)
 
     # -- hooks -----------------------------------------------------------------------------------------
 
-    def _before(self, module: Any, args: tuple[Any, ...]) -> None:
+    def _on_forward_begin(self, module: Any, args: tuple[Any, ...]) -> None:
         """Note that a module's forward begins. This is the global pre-forward hook."""
         if id(module) not in self._paths or threading.get_ident() != self._thread or _is_compiling():
             return
         try:
             self._inside.append(id(module))
             if id(module) in self._layers:
-                self._begins(module, args)
+                self._begin_layer(module, args)
         except Exception as error:  # an unusual module, such as one whose attributes raise: the script goes on
-            self._failed(error)
+            self._on_error(error)
 
-    def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _on_forward_end(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note that a module's forward has ended. This is the global forward hook."""
         now = perf_counter()
         if id(module) not in self._inside or threading.get_ident() != self._thread or _is_compiling():
@@ -136,55 +136,55 @@ class LayerProbe:
             while self._inside and self._inside.pop() != id(module):
                 pass  # a module whose forward raised, and the script caught it: this hook was not called for it
             inputs = (*args, *kwargs.values())
-            if id(module) in self._seen:
-                self._ends(module, inputs, output, now)
+            if id(module) in self._stats:
+                self._end_layer(module, inputs, output, now)
             if id(module) in self._roots and module.training and (tensor := first_tensor(inputs)) is not None:
-                self.inputs.append((tuple(tensor.shape), part_of(tensor)))
-        except Exception as error:  # as in `_before`
-            self._failed(error)
+                self.inputs.append((tuple(tensor.shape), excerpt_of(tensor)))
+        except Exception as error:  # as in `_on_forward_begin`
+            self._on_error(error)
 
-    def _begins(self, module: Any, args: tuple[Any, ...]) -> None:
-        seen = self._seen.get(id(module))
-        if seen is None:
-            seen = self._seen[id(module)] = _Seen(self._paths[id(module)], module)
-            self._order.append(seen)
-            seen.where = caller()
-            self._look_at(seen, args)
-        self._link(seen, args)
-        seen.running.append(perf_counter())
+    def _begin_layer(self, module: Any, args: tuple[Any, ...]) -> None:
+        stats = self._stats.get(id(module))
+        if stats is None:
+            stats = self._stats[id(module)] = _LayerStats(self._paths[id(module)], module)
+            self._order.append(stats)
+            stats.where = caller()
+            self._record_input(stats, args)
+        self._link(stats, args)
+        stats.running.append(perf_counter())
 
-    def _ends(self, module: Any, args: tuple[Any, ...], output: Any, now: float) -> None:
-        seen = self._seen[id(module)]
-        if not seen.running:
+    def _end_layer(self, module: Any, args: tuple[Any, ...], output: Any, now: float) -> None:
+        stats = self._stats[id(module)]
+        if not stats.running:
             return
-        if not seen.shape:  # the pre-forward hook is not given keyword arguments
-            self._look_at(seen, args)
-        seen.calls += 1
-        start = seen.running.pop()
+        if not stats.shape:  # the pre-forward hook is not given keyword arguments
+            self._record_input(stats, args)
+        stats.calls += 1
+        start = stats.running.pop()
         if self._timed:
-            seen.seconds += now - start
-        if seen.normed_by == "" and has_bias(module) and _is_affine(module):
-            self._outputs[id(output)] = (weakref.ref(output), seen)
+            stats.seconds += now - start
+        if stats.normed_by == "" and has_bias(module) and _is_affine(module):
+            self._outputs[id(output)] = (weakref.ref(output), stats)
 
-    def _look_at(self, seen: _Seen, args: tuple[Any, ...]) -> None:
+    def _record_input(self, stats: _LayerStats, args: tuple[Any, ...]) -> None:
         """Record shape, dtype and memory format of a layer's first input tensor."""
         tensor = first_tensor(args)
         if tensor is not None:
-            seen.shape = tuple(int(size) for size in tensor.shape)
-            seen.dtype = str(tensor.dtype).removeprefix("torch.")
-            seen.channels_last = lies_channels_last(tensor)
+            stats.shape = tuple(int(size) for size in tensor.shape)
+            stats.dtype = str(tensor.dtype).removeprefix("torch.")
+            stats.channels_last = is_channels_last(tensor)
 
-    def _link(self, seen: _Seen, args: tuple[Any, ...]) -> None:
+    def _link(self, stats: _LayerStats, args: tuple[Any, ...]) -> None:
         """If this layer subtracts the channel means of another layer's output, record that with the other layer."""
-        if not args or not takes_away_means(seen.module):
+        if not args or not subtracts_means(stats.module):
             return
         producer = self._outputs.get(id(args[0]))
         if producer is not None and producer[0]() is args[0]:
-            producer[1].normed_by = f"{seen.path} ({type(seen.module).__name__})"
+            producer[1].normed_by = f"{stats.path} ({type(stats.module).__name__})"
 
     def _watch_softmax(self, owner: Any) -> None:
         """Replace `owner.softmax` by a wrapper that records shapes, until `end`."""
-        plain, own = owner.softmax, "softmax" in vars(owner)
+        plain, is_own = owner.softmax, "softmax" in vars(owner)
 
         @functools.wraps(plain)
         def softmax(*args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ class LayerProbe:
             return result
 
         def restore() -> None:
-            if owner.softmax is softmax and own:
+            if owner.softmax is softmax and is_own:
                 owner.softmax = plain
             elif owner.softmax is softmax:
                 del owner.softmax
@@ -225,16 +225,16 @@ def structure(models: Sequence[Any]) -> tuple[Layer, ...]:
     from torch.nn import Sequential
 
     paths = paths_of(models)
-    seen: dict[int, _Seen] = {}
+    stats: dict[int, _LayerStats] = {}
     for model in models:
         for module in model.modules():
             if is_layer(module):
-                seen.setdefault(id(module), _Seen(paths[id(module)], module))
+                stats.setdefault(id(module), _LayerStats(paths[id(module)], module))
         for chain in (module for module in model.modules() if isinstance(module, Sequential)):
             for first, second in zip(list(chain)[:-1], list(chain)[1:], strict=True):
-                if id(first) in seen and has_bias(first) and _is_affine(first) and takes_away_means(second):
-                    seen[id(first)].normed_by = f"{paths[id(second)]} ({type(second).__name__})"
-    return tuple(layer.layer(1) for layer in seen.values())
+                if id(first) in stats and has_bias(first) and _is_affine(first) and subtracts_means(second):
+                    stats[id(first)].normed_by = f"{paths[id(second)]} ({type(second).__name__})"
+    return tuple(layer.layer(1) for layer in stats.values())
 
 
 def is_layer(module: Any) -> bool:
@@ -259,7 +259,7 @@ def has_bias(module: Any) -> bool:
     return bias is True or hasattr(bias, "shape") or hasattr(getattr(module, "in_proj_bias", None), "shape")
 
 
-def takes_away_means(module: Any) -> bool:
+def subtracts_means(module: Any) -> bool:
     """Return whether a layer subtracts the mean of each channel, so that a bias just before it has no effect.
 
     True for BatchNorm that uses the batch's statistics, InstanceNorm, and GroupNorm with one channel per group. Not for
@@ -277,7 +277,7 @@ def takes_away_means(module: Any) -> bool:
     return False
 
 
-def lies_channels_last(tensor: Any) -> bool:
+def is_channels_last(tensor: Any) -> bool:
     """Return whether a 4-D tensor is in channels_last memory format, and not contiguous as well (as with 1 channel)."""
     import torch
 

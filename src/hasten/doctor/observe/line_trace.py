@@ -15,7 +15,7 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.event_log import _OURS
+from hasten.doctor.observe.event_log import HASTEN_FOLDER
 from hasten.evidence.libraries import is_library
 
 # Most lines to trace of a batch, and until its first sample is made: some 30 and 300 ms under the tracer.
@@ -38,7 +38,7 @@ class LineTrace:
         self.cut = False
         self._instruction = min(_time_a_run() for _ in range(3)) / _instructions_of(_benchmark)
         self._counts: dict[Line, int] = defaultdict(int)
-        self._own: dict[CodeType, bool] = {}
+        self._own_code: dict[CodeType, bool] = {}
         self._count = 0
 
     def start(self) -> bool:
@@ -70,10 +70,12 @@ class LineTrace:
         return self._line
 
     def _is_own(self, code: CodeType) -> bool:
-        own = self._own.get(code)
-        if own is None:
-            own = self._own[code] = not (code.co_filename.startswith(("<", _OURS)) or is_library(code.co_filename))
-        return own
+        is_own = self._own_code.get(code)
+        if is_own is None:
+            is_own = self._own_code[code] = not (
+                code.co_filename.startswith(("<", HASTEN_FOLDER)) or is_library(code.co_filename)
+            )
+        return is_own
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
         """Count a line. This is the local trace function of frames that are traced."""
@@ -101,13 +103,13 @@ def _by_line(code: CodeType) -> dict[int, int]:
 def _benchmark(values: list[float]) -> float:
     """Run lines like those in datasets: arithmetic, lists and dicts, a call, a comparison."""
     total = 0.0
-    kept: list[tuple[int, float]] = []
-    known = {0: 1.0, 1: 0.5}
+    pairs: list[tuple[int, float]] = []
+    weights = {0: 1.0, 1: 0.5}
     for index in range(_ROUNDS):
         value = values[index % 8] * 1.5 + index // 3
         if value > 3.0 and index:
             total += abs(value) % 7 / index
-        kept.append((index, value + known.get(index % 3, 2.0)))
+        pairs.append((index, value + weights.get(index % 3, 2.0)))
     return total
 
 

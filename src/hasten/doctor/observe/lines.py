@@ -15,7 +15,7 @@ from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any
 
-from hasten.doctor.observe.event_log import CodeOwner, whose
+from hasten.doctor.observe.event_log import CodeOwner, code_owner
 from hasten.evidence import PHASES, Phase, SampledLine
 from hasten.evidence.recorder import Recorder
 from hasten.frames import frame_of
@@ -23,14 +23,14 @@ from hasten.taps import data, modules
 from hasten.taps.protocol import Session
 
 _FROM = 3  # steps before the first sample
-_APART = ((250, 0.004), (1000, 0.01), (sys.maxsize, 0.1))  # (until this many samples, seconds between two of them)
+_INTERVALS = ((250, 0.004), (1000, 0.01), (sys.maxsize, 0.1))  # (until this many samples, seconds between two of them)
 _SWITCH = 0.0005  # seconds: the interpreter's switch interval while sampling
 _LONGEST = 1.0  # seconds that one sample may count for: the process may have been suspended
 _MOST = 40  # lines in the evidence
-_GENERATED = "__create_fn__"  # generated methods of dataclasses, whose code is in no file
+_GENERATED = "__create_fn__"  # generated methods of dataclasses, code_owner code is in no file
 
 _Mark = tuple[str, str]  # end of a file's name, name of a function
-_Seen = tuple[CodeType, int, Phase, bool]  # code, line, phase, whether the line had called a library
+_Sample = tuple[CodeType, int, Phase, bool]  # code, line, phase, whether the line had called a library
 # Frames on the stack that tell the phase of a sample.
 _MARKS: dict[_Mark, Phase] = {
     (data.__file__, "__next__"): Phase.DATA,
@@ -64,10 +64,10 @@ class LineWatch:
     def _begin(self) -> None:
         """Set the state of an observer that has not started."""
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._interval = 0.0  # the script's own switch interval, while ours is set; else 0
-        self._seconds: dict[_Seen, float] = {}
-        self._looks: dict[_Seen, int] = {}
+        self._seconds: dict[_Sample, float] = {}
+        self._counts: dict[_Sample, int] = {}
 
     def forked(self) -> None:
         """Reset in a forked child, which has no sampling thread; it starts again when the child itself trains."""
@@ -83,24 +83,24 @@ class LineWatch:
     def on_step(self, steps: int) -> int:
         """Start the sampling thread; called in the training thread. Return when to be called again: never."""
         if self._thread is None:
-            trains = threading.get_ident()
+            thread_id = threading.get_ident()
             if sys.getswitchinterval() > _SWITCH:
                 self._interval = sys.getswitchinterval()
                 sys.setswitchinterval(_SWITCH)
-            self._thread = threading.Thread(target=self._run, args=(trains,), name="hasten-lines", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(thread_id,), name="hasten-lines", daemon=True)
             self._thread.start()
         return sys.maxsize
 
-    def _run(self, trains: int) -> None:
-        """Sample the thread `trains` until it or the run is over. This runs in the sampling thread."""
-        last, looks = perf_counter(), 0
+    def _run(self, thread_id: int) -> None:
+        """Sample the thread `thread_id` until it or the run is over. This runs in the sampling thread."""
+        last, samples = perf_counter(), 0
         with self._session.run.guard("looking where the training is"):
-            while not self._over.wait(next(apart for until, apart in _APART if looks < until)):
-                frame = frame_of(trains)
+            while not self._stopped.wait(next(interval for until, interval in _INTERVALS if samples < until)):
+                frame = frame_of(thread_id)
                 if frame is None:
                     return
                 now = perf_counter()
-                looks += self._look(frame, min(now - last, _LONGEST))
+                samples += self._look(frame, min(now - last, _LONGEST))
                 last = now
                 del frame  # it keeps the script's local variables alive
 
@@ -114,7 +114,7 @@ class LineWatch:
         Returns:
             False if nothing was recorded: no step is running, or hasten itself profiles it.
         """
-        session, between = self._session, self._recorder.step_in_progress() < 0
+        session, between_steps = self._session, self._recorder.step_in_progress() < 0
         if session.looking:
             return False
         place: tuple[CodeType, int] | None = None
@@ -125,14 +125,14 @@ class LineWatch:
             _, owner, mark = self._codes.get(id(code)) or self._classify(code)
             if owner is CodeOwner.SCRIPT and place is None:
                 place = code, frame.f_lineno or code.co_firstlineno
-            elif place is None and owner is not CodeOwner.OURS:
+            elif place is None and owner is not CodeOwner.HASTEN:
                 library = True
             # The innermost mark counts, but all that runs inside a loader's `__next__` is data wait: a dataset may run
             # the forward of a model.
             if mark is not None and (phase is None or mark is Phase.DATA):
                 phase = mark
             frame = frame.f_back
-        if place is None or (between and phase is not Phase.DATA):  # a step begins with its wait for a batch
+        if place is None or (between_steps and phase is not Phase.DATA):  # a step begins with its wait for a batch
             return False
         current = self._recorder.current
         within_step = current.outer is not None and not current.trained  # a validation loop in a training step
@@ -140,7 +140,7 @@ class LineWatch:
             phase = Phase.VALIDATION
         key = (*place, Phase.OTHER if phase is None else phase, library)
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
-        self._looks[key] = self._looks.get(key, 0) + 1
+        self._counts[key] = self._counts.get(key, 0) + 1
         return True
 
     def _classify(self, code: CodeType) -> tuple[CodeType, CodeOwner, Phase | None]:
@@ -149,13 +149,13 @@ class LineWatch:
         mark = next(
             (phase for (end, called), phase in _MARKS.items() if code.co_name == called and name.endswith(end)), None
         )
-        owner = CodeOwner.LIBRARY if code.co_qualname.startswith(_GENERATED) else whose(name)
+        owner = CodeOwner.LIBRARY if code.co_qualname.startswith(_GENERATED) else code_owner(name)
         classified = self._codes[id(code)] = (code, owner, mark)
         return classified
 
     def facts(self) -> dict[str, Any]:
         """Return the lines that the thread was seen in most."""
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         self._restore()
@@ -168,7 +168,7 @@ class LineWatch:
                 "" if code.co_name == "<module>" else code.co_qualname,
                 PHASES[phase],
                 seconds / total,
-                self._looks[code, number, phase, library],
+                self._counts[code, number, phase, library],
                 code in loops,
                 library,
             )

@@ -66,17 +66,17 @@ def begin(session: Session, seconds: float, bound: Listener) -> bool:
     try:
         session.ended = "complete"
         session.recorded = recorder.so_far()
-        session.heard = session.evidence_of(session.recorded, asks=False)
-        trying = LiveTrials(board, recorder, session.heard, seconds, session.complete)
+        session.evidence_before_trials = session.evidence_of(session.recorded, asks=False)
+        trials = LiveTrials(board, recorder, session.evidence_before_trials, seconds, session.complete)
     except Exception as error:  # a tap never breaks a script
         session.run.skip("trying changes in the run", error)
         return False
-    if not trying.wanted:
+    if not trials.planned:
         return False
-    session.tried = trying.tried
+    session.tried = trials.tried
     session.steps_over.only(bound)
-    session.steps_over.tell(trying.on_step)
-    trying.begin()
+    session.steps_over.tell(trials.on_step)
+    trials.begin()
     return True
 
 
@@ -91,27 +91,29 @@ class LiveTrials:
         over: Called once all is tried, or the time is up.
 
     Attributes:
-        wanted: What to try: the finding's rule, and the techniques to switch on for it with their settings.
+        planned: What to try: the finding's rule, and the techniques to switch on for it with their settings.
     """
 
     def __init__(
-        self, board: Switchboard, recorder: Recorder, evidence: Evidence, seconds: float, over: Callable[[], None]
+        self, board: Switchboard, recorder: Recorder, evidence: Evidence, seconds: float, on_end: Callable[[], None]
     ) -> None:
-        self._board, self._recorder, self._when_over = board, recorder, over
+        self._board, self._recorder, self._on_end = board, recorder, on_end
         self._until = time.monotonic() + seconds
         self._step = steady_seconds(evidence)
         # Not imported at the top, because the readers of source code come with it; and before the first block, so that
         # the import is in none.
         from hasten.doctor.findings import FINDINGS
 
-        wanted = [(rule, on) for rule in FINDINGS.values() if (on := self._to_try(rule, evidence))]
+        planned = [(rule, on) for rule in FINDINGS.values() if (on := self._to_try(rule, evidence))]
         # The cures that may save most come first: there may be no time for all.
-        self.wanted = sorted(wanted, key=lambda wish: -_relieved(wish[0], evidence))
+        self.planned = sorted(planned, key=lambda plan: -_relieved(plan[0], evidence))
         self._sides: dict[str, Sides] = {}
         self._cut: set[str] = set()  # names of findings that there was no time for
-        self._last_pass = next((done.batches for done in reversed(evidence.passes[:-1]) if done.trained), 0)
+        self._last_pass = next(
+            (data_pass.batches for data_pass in reversed(evidence.passes[:-1]) if data_pass.trained), 0
+        )
         self._open: OpenBlock | None = None
-        self._blocks = self._course()
+        self._blocks = self._schedule()
 
     def _to_try(self, rule: type[Rule], evidence: Evidence) -> dict[str, Setting]:
         """Return the techniques to switch on for a finding, with their settings; empty if it cannot be tried here."""
@@ -133,12 +135,12 @@ class LiveTrials:
         if time.monotonic() > self._until:
             self._end()
             return
-        began = self._recorder.now()
+        started = self._recorder.now()
         if block.step(self._recorder, max(0, self._recorder.current.batches), 0, self._last_pass):
             measured = block.over()
             self._next((measured.step_seconds, measured.steps))
         if self._open is not None:
-            self._open.between = self._recorder.now() - began
+            self._open.between = self._recorder.now() - started
 
     def _next(self, measured: tuple[float, int] | None) -> None:
         """Pass a block's seconds per step and number of steps to the course, and start the block it asks for next."""
@@ -161,22 +163,22 @@ class LiveTrials:
         """Switch everything off, and report that the trials are over."""
         self._open = None
         self._board.switch({})
-        self._when_over()
+        self._on_end()
 
     # -- which blocks ------------------------------------------------------------------------------------
 
-    def _course(self) -> Generator[tuple[Mapping[str, Setting], int], tuple[float, int], None]:
+    def _schedule(self) -> Generator[tuple[Mapping[str, Setting], int], tuple[float, int], None]:
         """Yield the techniques and warm-up steps of each block; be sent its seconds per step and number of steps.
 
         Each cure gets `_PAIRS` pairs first; then those that are not decided get up to `_MOST`.
         """
         for most in (_PAIRS, _MOST):
-            for rule, on in self.wanted:
+            for rule, on in self.planned:
                 cure = next(iter(on))
                 sides = self._sides.setdefault(rule.name, [])
                 if not sides and time.monotonic() + _LEAST_PAIRS * 2 * self._length() > self._until:
                     self._cut.add(rule.name)
-                while len(sides) < most and rule.name not in self._cut and not self._is_known(cure, sides):
+                while len(sides) < most and rule.name not in self._cut and not self._is_decided(cure, sides):
                     yield from self._pair(on, sides)
 
     def _pair(
@@ -185,9 +187,9 @@ class LiveTrials:
         """Run a pair of blocks, without and with the techniques; every second pair in reverse order."""
         reverse = len(sides) % 2
         measured: dict[bool, tuple[float, int]] = {}
-        for with_it in (True, False) if reverse else (False, True):
+        for switched_on in (True, False) if reverse else (False, True):
             skip = 1 if self._step > _BLOCK else _SKIP if sides else _FIRST_SKIP
-            measured[with_it] = yield (on if with_it else {}), skip
+            measured[switched_on] = yield (on if switched_on else {}), skip
         self._step = measured[False][0]
         sides.append((measured[False][0], measured[True][0], measured[False][1] + measured[True][1]))
 
@@ -200,7 +202,7 @@ class LiveTrials:
             max(_BLOCK, min(4 * step, max(2 * step, 4 * _BLOCK))) + step
         )  # two warm-up steps before every second block: one per block
 
-    def _is_known(self, cure: str, sides: Sides) -> bool:
+    def _is_decided(self, cure: str, sides: Sides) -> bool:
         """Return whether a cure needs no more blocks: it broke, or its effect is certain.
 
         Certain means that the interval of its speed-up lies above 1, or below what would be worth reporting.
@@ -214,17 +216,17 @@ class LiveTrials:
 
     def tried(self) -> tuple[LiveTrial, ...]:
         """Return the results so far, for the evidence."""
-        return tuple(self._result(rule, on) for rule, on in self.wanted)
+        return tuple(self._result(rule, on) for rule, on in self.planned)
 
     def _result(self, rule: type[Rule], on: Mapping[str, Setting]) -> LiveTrial:
         cure = next(iter(on))
-        besides = tuple(f"{name} = {toml_value(setting)}" for name, setting in on.items() if name != cure)
+        also_on = tuple(f"{name} = {toml_value(setting)}" for name, setting in on.items() if name != cure)
         setting = on[cure]
-        result = LiveTrial(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), besides)
+        result = LiveTrial(rule.name, cure, setting if isinstance(setting, str) else toml_value(setting), also_on)
         sides = self._sides.get(rule.name, [])
         if broken := next((self._board.broken[name] for name in on if name in self._board.broken), ""):
             return dataclasses.replace(result, failed=broken)
-        gain = mean_of([math.log(off / with_it) for off, with_it, _ in sides])
+        gain = mean_of([math.log(off / on_seconds) for off, on_seconds, _ in sides])
         if gain is None or len(sides) < _LEAST_PAIRS:
             return dataclasses.replace(result, failed=_NO_TIME)
         return dataclasses.replace(

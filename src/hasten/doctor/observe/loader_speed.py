@@ -35,8 +35,8 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
         Exception: Any error of the dataset, or of starting a worker.
     """
     begin = time.perf_counter()
-    made = rebuilt(loader, workers)
-    made.until = begin + 0.6 * seconds
+    rebuilt_loader = rebuilt(loader, workers)
+    rebuilt_loader.until = begin + 0.6 * seconds
     rates: list[float] = []
     starts: list[float] = []
     batches = 0
@@ -44,7 +44,7 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
     for number in range(_PASSES):
         started = time.perf_counter()
         times = [started]
-        for batch in made:
+        for batch in rebuilt_loader:
             times.append(time.perf_counter())
             size = size or _samples(loader, batch)
             if times[-1] - begin > _LATE * seconds:
@@ -57,11 +57,11 @@ def speed(loader: Any, workers: int, seconds: float) -> Rate:
         now = time.perf_counter()
         if (number and now - begin > 0.9 * seconds) or now - begin > _LATE * seconds:
             break
-        made.until = now + 0.25 * seconds
-    made._iterator = None  # ends the persistent workers
+        rebuilt_loader.until = now + 0.25 * seconds
+    rebuilt_loader._iterator = None  # ends the persistent workers
     if not batches:
         raise ValueError("the loader gave no batch at all")
-    size = made.sizes[0] / made.sizes[1] if made.sizes[1] else size
+    size = rebuilt_loader.sizes[0] / rebuilt_loader.sizes[1] if rebuilt_loader.sizes[1] else size
     batches_per_s = statistics.median(rates)
     return Rate(
         workers=workers,
@@ -98,7 +98,7 @@ def _samples(loader: Any, batch: Any) -> float:
 
     if isinstance(loader.batch_size, int):
         return float(loader.batch_size)
-    shapes = (tuple(part.shape) for part in tree_iter(batch) if hasattr(part, "shape"))
+    shapes = (tuple(tensor.shape) for tensor in tree_iter(batch) if hasattr(tensor, "shape"))
     return float(next((shape[0] for shape in shapes if shape), 1))
 
 

@@ -14,7 +14,7 @@ from math import prod
 
 from hasten.evidence import Operator, Phase
 
-_KEPT = 40  # operators in the evidence
+_MOST_OPERATORS = 40  # operators in the evidence
 _REACH = 30  # operators between a softmax and its matrix products, at most; only those in `_PARTS` count
 # These make a view of a tensor, allocate one or query it, and compute nothing.
 _VIEW_NAMES = (
@@ -79,25 +79,25 @@ class Call:
     """One call of an operator.
 
     Attributes:
-        above: The call that called it.
-        own: Nanoseconds in it, without the calls it made.
+        parent: The call that called it.
+        own_time: Nanoseconds in it, without the calls it made.
         children: How many operators it called, views left out.
         on_device: Nanoseconds of the kernels it launched.
     """
 
     row: ProfiledRow
-    above: Call | None
-    own: int
+    parent: Call | None
+    own_time: int
     children: int = 0
     on_device: int = 0
 
     def within(self, *names: str) -> bool:
         """Return whether any call above this one has one of these strings in its name."""
-        call = self.above
+        call = self.parent
         while call is not None:
             if any(name in call.row.name for name in names):
                 return True
-            call = call.above
+            call = call.parent
         return False
 
 
@@ -138,7 +138,7 @@ def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cu
         steps: How many steps were profiled.
         cuda: Whether the GPU was profiled too.
     """
-    skipped = _Within(span for span in spans if span.phase in _NO_WORK)
+    skipped = _Spans(span for span in spans if span.phase in _NO_WORK)
     calls = [call for call in nested(rows) if call.row.begin not in skipped]
     # Calls of the CUDA runtime are numbered differently, so a number may equal an operator's. They are left out; unlike
     # operators, they have a `caused_by`.
@@ -148,7 +148,7 @@ def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cu
         if (cause := by_key.get(kernel.caused_by)) is not None:
             cause.on_device += kernel.end - kernel.begin
     operators = [call for call in calls if not call.row.note]
-    optimizing = _Within(span for span in spans if span.phase == Phase.OPTIMIZER)
+    optimizing = _Spans(span for span in spans if span.phase == Phase.OPTIMIZER)
     pointwise = [call for call in operators if _is_pointwise(call) and call.row.begin not in optimizing]
     launched = [row for row in kernels if not row.name.startswith(("Memcpy", "Memset"))]
     return OperatorSummary(
@@ -156,7 +156,7 @@ def summarise(rows: Sequence[ProfiledRow], spans: Sequence[Span], steps: int, cu
         calls=sum(1 for call in operators if _computes(call)) / steps,
         launches=len(launched) / steps if cuda else None,
         device_seconds=_covered(kernels) / steps / 1e9 if cuda else None,
-        pointwise_seconds=sum(call.on_device if cuda else call.own for call in pointwise) / steps / 1e9,
+        pointwise_seconds=sum(call.on_device if cuda else call.own_time for call in pointwise) / steps / 1e9,
         pointwise_calls=sum(1 for call in pointwise if not _is_inside_pointwise(call)) / steps,
         attention=attention_by_hand(operators),
     )
@@ -169,14 +169,14 @@ def nested(rows: Iterable[ProfiledRow]) -> list[Call]:
     for row in rows:
         if row.device:
             continue
-        above = open_calls.setdefault(row.thread, [])
-        while above and above[-1].row.end <= row.begin:
-            above.pop()
-        call = Call(row, above[-1] if above else None, row.end - row.begin)
-        if above:
-            above[-1].own -= min(row.end, above[-1].row.end) - row.begin
-            above[-1].children += row.name.startswith("aten::") and row.name not in _VIEWS
-        above.append(call)
+        stack = open_calls.setdefault(row.thread, [])
+        while stack and stack[-1].row.end <= row.begin:
+            stack.pop()
+        call = Call(row, stack[-1] if stack else None, row.end - row.begin)
+        if stack:
+            stack[-1].own_time -= min(row.end, stack[-1].row.end) - row.begin
+            stack[-1].children += row.name.startswith("aten::") and row.name not in _VIEWS
+        stack.append(call)
         calls.append(call)
     return calls
 
@@ -194,12 +194,12 @@ def attention_by_hand(calls: Sequence[Call]) -> tuple[SoftmaxAttention, ...]:
             continue
         if call.within("scaled_dot_product", "_flash_attention", "_efficient_attention"):
             continue
-        before = [c for c in order[max(0, index - _REACH) : index] if _product(c) == shape[-2:]]
-        after = [c for c in order[index + 1 : index + 1 + _REACH] if _left(c) == shape[-2:]]
-        if before and after:
+        products_before = [c for c in order[max(0, index - _REACH) : index] if _product(c) == shape[-2:]]
+        products_after = [c for c in order[index + 1 : index + 1 + _REACH] if _left_factor(c) == shape[-2:]]
+        if products_before and products_after:
             entry = by_shape.setdefault(shape, [0, 0])
             entry[0] += 1
-            entry[1] += _time(calls, before[-1].row.begin, after[0].row.end)
+            entry[1] += _time(calls, products_before[-1].row.begin, products_after[0].row.end)
     return tuple(SoftmaxAttention(shape, count, time / 1e9) for shape, (count, time) in by_shape.items())
 
 
@@ -208,16 +208,16 @@ def _time(calls: Sequence[Call], begin: int, end: int) -> int:
     return sum(call.on_device for call in calls if begin <= call.row.begin < end) or end - begin
 
 
-def _left(call: Call) -> tuple[int, ...] | None:
+def _left_factor(call: Call) -> tuple[int, ...] | None:
     """Return the last two sizes of a batched product's left factor; None for other operators."""
     shapes = call.row.shapes
-    at = {"aten::bmm": 0, "aten::baddbmm": 1}.get(call.row.name)
-    return shapes[at][-2:] if at is not None and len(shapes) > at + 1 else None
+    position = {"aten::bmm": 0, "aten::baddbmm": 1}.get(call.row.name)
+    return shapes[position][-2:] if position is not None and len(shapes) > position + 1 else None
 
 
 def _product(call: Call) -> tuple[int, ...] | None:
     """Return the last two sizes of a batched product; None for other operators."""
-    left = _left(call)
+    left = _left_factor(call)
     if not left:
         return None
     right = call.row.shapes[1 if call.row.name == "aten::bmm" else 2]
@@ -237,7 +237,7 @@ def _is_pointwise(call: Call) -> bool:
 
 def _is_inside_pointwise(call: Call) -> bool:
     """Return whether a pointwise operator made this call, such as `mul` in `dropout`."""
-    return call.above is not None and call.above.row.name in _POINTWISE
+    return call.parent is not None and call.parent.row.name in _POINTWISE
 
 
 def _by_name(calls: Iterable[Call], steps: int) -> tuple[Operator, ...]:
@@ -246,12 +246,12 @@ def _by_name(calls: Iterable[Call], steps: int) -> tuple[Operator, ...]:
     for call in calls:
         if not call.row.name.startswith("autograd::engine::evaluate_function"):  # autograd's frame around an operator
             sums.setdefault(call.row.name, _Sum()).add(call)
-    worst = sorted(sums.items(), key=lambda entry: -max(entry[1].own, entry[1].on_device))[:_KEPT]
+    worst = sorted(sums.items(), key=lambda entry: -max(entry[1].own_time, entry[1].on_device))[:_MOST_OPERATORS]
     return tuple(
         Operator(
             name=name,
             calls=total.count / steps,
-            seconds=total.own / steps / 1e9,
+            seconds=total.own_time / steps / 1e9,
             device_seconds=total.on_device / steps / 1e9,
             shapes=" x ".join(str(list(shape)) for shape in total.biggest if shape),
         )
@@ -264,7 +264,7 @@ class _Sum:
     """The calls of one operator."""
 
     count: int = 0
-    own: int = 0
+    own_time: int = 0
     on_device: int = 0
     size: int = -1
     biggest: tuple[tuple[int, ...], ...] = field(default=())
@@ -272,7 +272,7 @@ class _Sum:
     def add(self, call: Call) -> None:
         """Add a call, and keep the shapes of the biggest."""
         self.count += 1
-        self.own += call.own
+        self.own_time += call.own_time
         self.on_device += call.on_device
         if (size := sum(prod(shape) for shape in call.row.shapes if shape)) > self.size:
             self.size, self.biggest = size, call.row.shapes
@@ -287,7 +287,7 @@ def _covered(rows: Iterable[ProfiledRow]) -> int:
     return covered
 
 
-class _Within:
+class _Spans:
     """Spans that do not overlap; `moment in spans` tells whether one of them contains it."""
 
     def __init__(self, spans: Iterable[Span]) -> None:

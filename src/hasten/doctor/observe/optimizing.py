@@ -12,12 +12,12 @@ from hasten.evidence.facts import LearningRates
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-# Rates are read after each of the first `_ALL_OF_THE_FIRST` steps, then every `_EVERY` steps, and `_LATER` steps after
-# that every `_RARELY`.
+# Rates are read after each of the first `_ALL_OF_THE_FIRST` steps, then every `_INTERVAL` steps, and `_LATER` steps
+# after that every `_LATE_INTERVAL`.
 _ALL_OF_THE_FIRST = 32
-_EVERY = 8
+_INTERVAL = 8
 _LATER = 512
-_RARELY = 32
+_LATE_INTERVAL = 32
 _RATES = 64  # distinct rates to keep per optimizer, at most
 
 
@@ -73,11 +73,11 @@ class Rates:
             self._first_step_hook.remove()
             self._first_step_hook = None
         with self._session.run.guard("reading learning rates"):
-            for key, (held, _) in self._session.optimizers.items():
-                if (optimizer := held()) is not None:
+            for key, (reference, _) in self._session.optimizers.items():
+                if (optimizer := reference()) is not None:
                     self._read(key, optimizer)
         since = steps - self._all_until
-        return steps + (1 if since < 0 else _EVERY if since < _LATER else _RARELY)
+        return steps + (1 if since < 0 else _INTERVAL if since < _LATER else _LATE_INTERVAL)
 
     def scheduled(self, optimizer: Any, schedule: str) -> None:
         """Record the class name of a scheduler that was built for an optimizer."""

@@ -115,8 +115,10 @@ def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
 
 def _is_tensor(value: Any) -> bool:
     """Return whether a value is torch's or numpy's, and no dataset: it can be indexed like one (a tensor, an array)."""
-    room = type(value).__module__
-    return room.split(".")[0] in ("torch", "numpy") and not room.startswith("torch.utils.data.")  # a Subset's Subset
+    module = type(value).__module__
+    return module.split(".")[0] in ("torch", "numpy") and not module.startswith(
+        "torch.utils.data."
+    )  # a Subset's Subset
 
 
 def _folder(value: Any) -> str:

@@ -21,7 +21,7 @@ from hasten.evidence import PHASES, Phase
 from hasten.evidence.recorder import Recorder
 from hasten.files import write_whole
 
-_ours_in: set[int] = set()  # threads in which hasten is building or switching its own profiler
+_own_threads: set[int] = set()  # threads in which hasten is building or switching its own profiler
 _QUIET = ("KINETO_LOG_LEVEL", "9")  # else the profiler prints when it starts and stops
 
 
@@ -50,17 +50,17 @@ class ProfileLook:
         self._step = -1
         self._since = 0
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
-        with _ours():
+        with _own_profiler():
             self._profiler = _KinetoProfile(activities=activities, record_shapes=True)
 
     def prepare(self) -> None:
         """Set the profiler up, which takes seconds on a GPU the first time. Call it between steps."""
-        with _ours(), _quiet():
+        with _own_profiler(), _quiet():
             self._profiler.prepare_trace()
 
     def start(self, step: int) -> None:
         """Start profiling as the step of this number begins."""
-        with _ours(), _quiet():
+        with _own_profiler(), _quiet():
             self._profiler.start_trace()
         self.running = True
         self.recorder.listeners.append(self._mark)
@@ -79,7 +79,7 @@ class ProfileLook:
         self.running = False
         if self._mark in self.recorder.listeners:
             self.recorder.listeners.remove(self._mark)
-        with _ours():
+        with _own_profiler():
             self._profiler.stop_trace()
 
     def _mark(self, phase: Phase, begins: bool) -> None:
@@ -147,13 +147,13 @@ class ProfileLook:
 
 
 @contextmanager
-def _ours() -> Iterator[None]:
+def _own_profiler() -> Iterator[None]:
     """Mark profilers built by this thread in the context as hasten's, not the script's."""
-    _ours_in.add(threading.get_ident())
+    _own_threads.add(threading.get_ident())
     try:
         yield
     finally:
-        _ours_in.discard(threading.get_ident())
+        _own_threads.discard(threading.get_ident())
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-def watch_for_others(notify: Callable[[bool], None]) -> None:
+def watch_for_other_profilers(notify: Callable[[bool], None]) -> None:
     """Call `notify` when a torch profiler that is not hasten's is built, which is before it can start.
 
     Args:
@@ -189,7 +189,7 @@ def _watch_class(kind: Any, notify: Callable[[bool], None]) -> None:
     @functools.wraps(build)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        if threading.get_ident() not in _ours_in and getattr(self, "enabled", True):
+        if threading.get_ident() not in _own_threads and getattr(self, "enabled", True):
             notify(not _is_compilers(sys._getframe(1)))
 
     kind.__init__ = __init__

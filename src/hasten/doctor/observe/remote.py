@@ -88,13 +88,13 @@ class RemoteFiles:
         sums: dict[tuple[str, str, int], list[int]] = {}
         size = os.fstat(self._descriptor).st_size
         for line in os.pread(self._descriptor, size, 0).decode().splitlines():
-            where, name, block, used, fetched = json.loads(line)
-            total = sums.setdefault((where, name, block), [0, 0, 0])
+            place, name, block, used, fetched = json.loads(line)
+            total = sums.setdefault((place, name, block), [0, 0, 0])
             for index, amount in enumerate((1, used, fetched)):
                 total[index] += amount
         return {
             "events": tuple(
-                Event("remote_open", where, count, detail=f"{name}: blocks of {block} bytes, {used} of {fetched} used")
-                for (where, name, block), (count, used, fetched) in sums.items()
+                Event("remote_open", place, count, detail=f"{name}: blocks of {block} bytes, {used} of {fetched} used")
+                for (place, name, block), (count, used, fetched) in sums.items()
             )
         }

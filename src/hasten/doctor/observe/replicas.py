@@ -18,7 +18,7 @@ from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_LOOKED = 20  # synchronising backwards in which to look for unused parameters
+_CHECKED = 20  # synchronising backwards in which to look for unused parameters
 
 
 def tap_replicas(session: Session, log: EventLog) -> None:
@@ -69,12 +69,12 @@ class _Replica:
         The first parameter's gradient then is another tensor than before, or has another version.
         """
         first = None if self.first is None else self.first()
-        before, self.gradient = self.gradient, None
+        previous, self.gradient = self.gradient, None
         if first is None or first.grad is None:
             return False
         version: int = first.grad._version
         self.gradient = weakref.ref(first.grad), version
-        return before is None or before[0]() is not first.grad or before[1] != version
+        return previous is None or previous[0]() is not first.grad or previous[1] != version
 
 
 class Replicas:
@@ -83,7 +83,7 @@ class Replicas:
     def __init__(self, session: Session, log: EventLog) -> None:
         self._session = session
         self._log = log
-        self._all: list[_Replica] = []
+        self._replicas: list[_Replica] = []
         self._sync: GradientSync | None = None
 
     def built(self, module: Any, place: str) -> None:
@@ -91,7 +91,7 @@ class Replicas:
         # Read now: by the end of the run the process group may be destroyed.
         self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
         recorder = self._session.run.recorder
-        if not self._all and recorder is not None:
+        if not self._replicas and recorder is not None:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             self._session.observers.append(self)
@@ -101,12 +101,12 @@ class Replicas:
             # Whether a sync was needless can be told only if every backward is seen, so the recorder must not rest.
             recorder.wake()
             recorder.may_rest = False
-        self._all.append(_Replica(module, place))
+        self._replicas.append(_Replica(module, place))
 
     def _on_backward(self, *_: Any) -> None:
         """Record a backward with each module that it went through and that synchronised."""
         with self._session.run.guard("observing DistributedDataParallel"):
-            for replica in self._all:
+            for replica in self._replicas:
                 module = replica.module()
                 if module is None or not replica.went_through():
                     continue
@@ -116,13 +116,13 @@ class Replicas:
                 if self._sync is not None:
                     self._sync.synced(replica.clock)
                 replica.synchronised.append(script_place(sys._getframe(2), past_torch=True) or "")
-                if replica.seeks_unused and replica.backwards <= _LOOKED and not replica.unused:
+                if replica.seeks_unused and replica.backwards <= _CHECKED and not replica.unused:
                     replica.unused = any(p.requires_grad and p.grad is None for p in module.module.parameters())
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """Note the needless syncs since the optimizer's previous step: all but the last. This is a step hook."""
         first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
-        for replica in self._all:
+        for replica in self._replicas:
             if first in replica.parameters:
                 for place in replica.synchronised[:-1]:  # only the last sync produced the gradients of the step
                     self._log.note_at("ddp_sync", place)
@@ -138,7 +138,7 @@ class Replicas:
                     max(1, replica.backwards),
                     detail="some unused" if replica.unused else "none unused" if replica.backwards else "",
                 )
-                for replica in self._all
+                for replica in self._replicas
                 if replica.seeks_unused
             )
         }

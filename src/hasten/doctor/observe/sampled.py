@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hasten.doctor.observe.compiled import before_compiling, has_compiled, what_dynamo_says
-from hasten.doctor.observe.inputs import inputs_of
+from hasten.doctor.observe.compiled import before_compiling, graph_breaks_and_recompilations, has_compiled
+from hasten.doctor.observe.inputs import statistics_of
 from hasten.doctor.observe.layer_probe import LayerProbe, structure
 from hasten.doctor.observe.operators import OperatorSummary, summarise
-from hasten.doctor.observe.profiler_steps import ProfileLook, watch_for_others
+from hasten.doctor.observe.profiler_steps import ProfileLook, watch_for_other_profilers
 from hasten.evidence import Event, Layer, Sampled
 from hasten.evidence.open_pass import OpenPass
 from hasten.evidence.recorder import Recorder
@@ -71,7 +71,7 @@ class StepSampler:
             return
         self._plan = self._looks()
         self._next = next(self._plan)
-        watch_for_others(self._another_profiles)
+        watch_for_other_profilers(self._on_other_profiler)
         before_compiling(self._compiling)
         session.steps_over.tell(self._on_step, 1)
         self._watch_passes()
@@ -89,7 +89,7 @@ class StepSampler:
         if self._profile is not None and self._profile.running and threading.get_ident() == self._thread:
             self._profile.step(steps)
         if steps >= self._next:
-            if reason := self._why_not():
+            if reason := self._obstacle():
                 self._give_up(reason)
                 return
             try:
@@ -99,7 +99,7 @@ class StepSampler:
             except Exception as error:  # a tap never breaks a script
                 self._give_up(f"looking into a step failed: {error!r}")
 
-    def _why_not(self) -> str:
+    def _obstacle(self) -> str:
         """Return why steps cannot be looked at; "" if they can."""
         from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
@@ -124,7 +124,7 @@ class StepSampler:
             steps = yield first
             while sys.getprofile() is not None and steps < first + 5:  # the call probe is at work in this step
                 steps = yield steps + 1
-            count = min(most, self._enough())
+            count = min(most, self._steps_to_observe())
             profile = self._profile = ProfileLook(self._recorder, self._on_gpu())
             profile.prepare()
             self._session.looking = True
@@ -141,33 +141,35 @@ class StepSampler:
             count = 1  # the step that setting up the profiler has disturbed
         else:  # hooks on compiled modules would make torch.compile recompile them
             self._layer_look = LayerProbe(
-                models, timed=not self._on_gpu(), failed=functools.partial(self._session.run.skip, "looking at a layer")
+                models,
+                timed=not self._on_gpu(),
+                on_error=functools.partial(self._session.run.skip, "looking at a layer"),
             )
             self._layers_since = steps
             self._layer_look.begin()
         self._disturbed.update(range(steps, steps + count))
         self._looked.update(range(steps, steps + count))
-        over = yield steps + count
+        steps_done = yield steps + count
         self._end_layers()
-        return over
+        return steps_done
 
     def _look_at_operators(self, profile: ProfileLook, steps: int, count: int) -> Generator[int, int, int]:
         """Profile `count` steps; try up to three times to get a whole one."""
         for _ in range(3):  # the end of a pass ends a profile, possibly within its first step: then try again
             profile.start(steps)
             self._disturbed.add(steps)
-            over = yield steps + count
-            self._disturbed.update(range(steps, over + 1))  # stopping the profiler takes time in the step after
+            steps_done = yield steps + count
+            self._disturbed.update(range(steps, steps_done + 1))  # stopping the profiler takes time in the step after
             self._end_profile()
             if profile.steps:
                 self._looked.update(number for number, _, _ in profile.steps)
-                return over
+                return steps_done
             profile = self._profile = ProfileLook(self._recorder, self._on_gpu())
             profile.prepare()
-            steps = over
+            steps = steps_done
         return steps
 
-    def _enough(self) -> int:
+    def _steps_to_observe(self) -> int:
         """Return how many steps are enough: 3, or fewer if steps are long."""
         phases = self._recorder.kept.phases
         length = median(map(sum, phases[-5:])) if phases else 0.0
@@ -201,7 +203,7 @@ class StepSampler:
         with self._session.run.guard("profiling a step"):  # if the profiler fails, the layers are kept all the same
             self._end_profile()
 
-    def _another_profiles(self, script: bool) -> None:
+    def _on_other_profiler(self, script: bool) -> None:
         """End here because a foreign profiler is about to start.
 
         For the script's profiler, give up for good. torch's compiler profiles only for a moment: go on afterwards.
@@ -220,11 +222,11 @@ class StepSampler:
         """End a running profile with its pass: what follows (a validation, a checkpoint) is no step."""
         previous = self._recorder.on_pass
 
-        def on_pass(opened: OpenPass, began: bool) -> None:
-            if opened.trained and not began and threading.get_ident() == self._thread:
+        def on_pass(opened: OpenPass, begins: bool) -> None:
+            if opened.trained and not begins and threading.get_ident() == self._thread:
                 self._end_profile()
             if previous is not None:
-                previous(opened, began)
+                previous(opened, begins)
 
         self._recorder.on_pass = on_pass
 
@@ -271,7 +273,7 @@ class StepSampler:
                 trace = self._write_trace(profile)
             except Exception as error:  # the layers are reported all the same
                 self._skipped.append(f"the profile could not be read: {error!r}")
-        breaks, recompilations = what_dynamo_says()
+        breaks, recompilations = graph_breaks_and_recompilations()
         step = self._ordinary_step()
         sampled = Sampled(
             steps=tuple(sorted(self._looked)),
@@ -293,17 +295,18 @@ class StepSampler:
         }
         if summary.attention and profile is not None:
             facts["events"] = tuple(
-                self._attention(seen.shape, seen.count, len(profile.steps), seen.seconds) for seen in summary.attention
+                self._attention(attention.shape, attention.count, len(profile.steps), attention.seconds)
+                for attention in summary.attention
             )
-        if self._inputs and not any(done.trained for done in self._recorder.passes):
-            facts["inputs"] = inputs_of(self._inputs)  # the script makes its batches without a loader
+        if self._inputs and not any(data_pass.trained for data_pass in self._recorder.passes):
+            facts["inputs"] = statistics_of(self._inputs)  # the script makes its batches without a loader
         return facts
 
     def _attention(self, shape: tuple[int, ...], count: int, steps: int, seconds: float) -> Event:
         """Return the event of hand-written attention, placed at the softmax of that shape that the hooks saw."""
-        where, path = self._softmaxes.get(shape, ("", ""))
+        place, path = self._softmaxes.get(shape, ("", ""))
         detail = " x ".join(map(str, shape)) + (f" in {path}" if path else "")
-        return Event("attention", where, count, steps, seconds, "cuda" if self._on_gpu() else "cpu", detail)
+        return Event("attention", place, count, steps, seconds, "cuda" if self._on_gpu() else "cpu", detail)
 
     def _ordinary_step(self) -> float:
         """Return the median seconds of a step that was not looked at, in the later half of the run."""

@@ -75,7 +75,7 @@ class SampledFetch:
             return self._plain(indices)
         if number < TIMED:
             return self._timed(indices)
-        self._over()
+        self._restore()
         return self._traced(indices) if number == TIMED else self._plain(indices)
 
     def _timed(self, indices: Any) -> Any:
@@ -91,23 +91,23 @@ class SampledFetch:
             hooks.install()
         except Exception as failed:  # an unusual dataset or library version: the batch is made without the clock
             error = failed
-        made = False
+        completed = False
         try:
             clock.start()
             batch = self._plain(indices)
-            made = True
+            completed = True
             return batch
         finally:
             clock.stop()
             hooks.remove()
             _sampling = False
-            if made and error is None:
+            if completed and error is None:
                 self._samples.batches += 1
                 add(self._samples.seconds, clock.seconds)
                 add(self._samples.decoders, clock.decoders)
                 making = sum(clock.seconds.values()) - clock.seconds["collate"]
                 self._samples.quickest = min(making, self._samples.quickest or making)
-            self._leave(error)
+            self._report(error)
 
     def _traced(self, indices: Any) -> Any:
         """Make the samples of a batch under the line tracer, then collate without it."""
@@ -117,7 +117,7 @@ class SampledFetch:
         if not trace.start():
             return self._plain(indices)
         _sampling = True
-        own = "collate_fn" in vars(self._fetcher)
+        in_instance = "collate_fn" in vars(self._fetcher)
 
         def untraced(samples: Any) -> Any:
             trace.stop()
@@ -128,7 +128,7 @@ class SampledFetch:
             return self._plain(indices)
         finally:
             trace.stop()
-            if own:
+            if in_instance:
                 self._fetcher.collate_fn = collate
             else:
                 del self._fetcher.collate_fn
@@ -137,9 +137,9 @@ class SampledFetch:
             # A cut trace is scaled to the batch; the sample in which it was cut counts as half.
             scale = len(indices) / (trace.calls - 0.5) if trace.cut and trace.calls > 1 else 1.0
             self._samples.lines = {line: seconds * scale for line, seconds in trace.python().items()}
-            self._leave(None)
+            self._report(None)
 
-    def _over(self) -> None:
+    def _restore(self) -> None:
         """Restore the fetcher's own `fetch` and the pickler."""
         vars(self._fetcher).pop("fetch", None)
         if self._dumps is not None:
@@ -167,7 +167,7 @@ class SampledFetch:
 
         ForkingPickler.dumps = classmethod(dumps)  # type: ignore[method-assign, assignment]
 
-    def _leave(self, error: Exception | None) -> None:
+    def _report(self, error: Exception | None) -> None:
         """In a worker, write the samples to its file, atomically; in the main process, call `note`."""
         if not self._file:
             self._note(error)
@@ -176,7 +176,7 @@ class SampledFetch:
             write_whole(self._file, json.dumps(vars(self._samples)), durable=False)
 
 
-def add(to: dict[str, float], more: dict[str, float]) -> None:
-    """Add the values of `more` to those in `to`, by key."""
-    for name, seconds in more.items():
-        to[name] = to.get(name, 0.0) + seconds
+def add(totals: dict[str, float], added: dict[str, float]) -> None:
+    """Add the values of `added` to those in `totals`, by key."""
+    for name, seconds in added.items():
+        totals[name] = totals.get(name, 0.0) + seconds

@@ -21,10 +21,10 @@ from typing import Any
 STAGES = ("read", "decode", "transform", "collate", "other")
 _TRANSFORMS = ("transform", "augment", "preprocess", "tokeniz")  # in the names of a dataset's attributes
 _INNER = ("dataset", "datasets", "_dataset", "source_datapipe", "ds", "base")  # attributes with wrapped datasets
-_PLAIN = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+_FUNCTION_TYPES = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
 
 # (module, class in it or "", functions, stage, name of the decoder). Modules that are not imported are skipped.
-_PLACES: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
+_TIMED_FUNCTIONS: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     ("PIL.Image", "", ("open",), "decode", "PIL"),
     ("cv2", "", ("imdecode", "imread"), "decode", "cv2"),
     ("torchvision.io", "", ("decode_image", "decode_jpeg", "decode_png", "read_image"), "decode", "torchvision"),
@@ -78,28 +78,28 @@ class StageClock:
 
     def stop(self) -> None:
         """End the batch."""
-        self._book()
+        self._charge()
         self._open = []
 
-    def counts(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether this thread is making a batch under the clock."""
         return bool(self._open) and threading.get_ident() == self._thread
 
     def enter(self, stage: str, decoder: str = "") -> bool:
         """Begin a stage. Return False if it does not count here; then do not call `leave`."""
-        if not self.counts():
+        if not self.is_active():
             return False
-        self._book()
+        self._charge()
         self._open.append((stage, decoder))
         return True
 
     def leave(self) -> None:
         """End the stage that was entered last."""
         if len(self._open) > 1:
-            self._book()
+            self._charge()
             self._open.pop()
 
-    def _book(self) -> None:
+    def _charge(self) -> None:
         """Add the time since the last change of stage to the innermost stage."""
         now = perf_counter()
         if self._open:
@@ -143,13 +143,13 @@ class StageHooks:
     def install(self) -> None:
         """Replace the functions: the collating one, known libraries', `open`, and the dataset's transforms."""
         self._replace(self._fetcher, "collate_fn", self._clock.timed(self._fetcher.collate_fn, "collate"))
-        for name, owner, names, stage, decoder in _PLACES:
-            place = sys.modules.get(name)
-            if owner and place is not None:
-                place = vars(place).get(owner)
-            for attribute in names if place is not None else ():
-                if plain := vars(place).get(attribute):
-                    self._replace(place, attribute, self._clock.timed(plain, stage, decoder))
+        for name, class_name, names, stage, decoder in _TIMED_FUNCTIONS:
+            owner = sys.modules.get(name)
+            if class_name and owner is not None:
+                owner = vars(owner).get(class_name)
+            for attribute in names if owner is not None else ():
+                if plain := vars(owner).get(attribute):
+                    self._replace(owner, attribute, self._clock.timed(plain, stage, decoder))
         self._install_pil()
         for module in (builtins, io):
             self._replace(module, "open", _opening(self._clock, module.open))
@@ -160,48 +160,50 @@ class StageHooks:
     def remove(self) -> None:
         """Restore everything that was replaced, in reverse order."""
         while self._undo:
-            place, name, value, own = self._undo.pop()
-            if own:
-                setattr(place, name, value)
+            owner, name, value, in_instance = self._undo.pop()
+            if in_instance:
+                setattr(owner, name, value)
             else:
-                delattr(place, name)
+                delattr(owner, name)
 
-    def _replace(self, place: Any, name: str, value: Any) -> None:
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute once, and remember how to restore it."""
-        if (id(place), name) in self._replaced:
+        if (id(owner), name) in self._replaced:
             return
-        own = name in getattr(place, "__dict__", {})
-        before = vars(place)[name] if own else None
+        in_instance = name in getattr(owner, "__dict__", {})
+        previous = vars(owner)[name] if in_instance else None
         try:
-            setattr(place, name, value)
+            setattr(owner, name, value)
         except (AttributeError, TypeError):  # a C extension's class, or an object with slots: not timed
             return
-        self._replaced.add((id(place), name))
-        self._undo.append((place, name, before, own))
+        self._replaced.add((id(owner), name))
+        self._undo.append((owner, name, previous, in_instance))
 
     def _install_pil(self) -> None:
         """Time the lazy decoding of PIL images: `load` of every file format, and `convert` of images from files."""
         image_file = sys.modules.get("PIL.ImageFile")
         if image_file is None:
             return
-        kinds = [image_file.ImageFile]
-        for kind in kinds:  # the list grows in the loop
-            kinds += kind.__subclasses__()
-            if load := vars(kind).get("load"):
-                self._replace(kind, "load", self._clock.timed(load, "decode", "PIL"))
+        classes = [image_file.ImageFile]
+        for cls in classes:  # the list grows in the loop
+            classes += cls.__subclasses__()
+            if load := vars(cls).get("load"):
+                self._replace(cls, "load", self._clock.timed(load, "decode", "PIL"))
         image = sys.modules["PIL.Image"].Image
         if convert := vars(image).get("convert"):  # of an image from a file, it is part of decoding
             decode = self._clock.timed(convert, "decode", "PIL")
-            own = image_file.ImageFile
-            self._replace(image, "convert", lambda s, *a, **k: (decode if isinstance(s, own) else convert)(s, *a, **k))
+            file_image = image_file.ImageFile
+            self._replace(
+                image, "convert", lambda s, *a, **k: (decode if isinstance(s, file_image) else convert)(s, *a, **k)
+            )
 
     def _install_transforms(self, dataset: Any) -> None:
         """Time a dataset's attributes and methods whose names say that they transform samples."""
         members = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
         for name, value in members.items():
-            if name.startswith("__") or not any(part in name.lower() for part in _TRANSFORMS):
+            if name.startswith("__") or not any(word in name.lower() for word in _TRANSFORMS):
                 continue
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _FUNCTION_TYPES):
                 self._replace(dataset, name, self._clock.timed(getattr(dataset, name), "transform"))
             elif callable(value) and not isinstance(value, type):  # an object: Python looks `__call__` up in its class
                 kind: Any = type(value)
@@ -212,10 +214,16 @@ class StageHooks:
 
         Search the modules that define the datasets, the collate function and the datasets' `loader` functions.
         """
-        timed = {id(value): vars(place)[name] for place, name, value, own in self._undo if own and callable(value)}
-        parts = [*_datasets(self._fetcher.dataset), getattr(self._fetcher.collate_fn, "__wrapped__", None)]
-        parts += [getattr(part, "loader", None) for part in parts]
-        names = {getattr(part, "__module__", None) or type(part).__module__ for part in parts if part is not None}
+        timed = {
+            id(value): vars(owner)[name]
+            for owner, name, value, in_instance in self._undo
+            if in_instance and callable(value)
+        }
+        sources = [*_datasets(self._fetcher.dataset), getattr(self._fetcher.collate_fn, "__wrapped__", None)]
+        sources += [getattr(source, "loader", None) for source in sources]
+        names = {
+            getattr(source, "__module__", None) or type(source).__module__ for source in sources if source is not None
+        }
         for module in filter(None, map(sys.modules.get, names - {"builtins", "io"})):
             for name, value in list(vars(module).items()):
                 if callable(value) and id(value) in timed and vars(module)[name] is not timed[id(value)]:
@@ -224,11 +232,11 @@ class StageHooks:
 
 def _datasets(dataset: Any) -> Iterator[Any]:
     """Yield a dataset and the datasets that it wraps (as Subset and ConcatDataset do), at most 17 in all."""
-    queue, seen = [dataset], set[int]()
+    queue, visited = [dataset], set[int]()
     for current in queue:  # the list grows in the loop
-        if id(current) in seen or len(seen) > 16:
+        if id(current) in visited or len(visited) > 16:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         yield current
         attributes = getattr(current, "__dict__", {})
         for name in _INNER:
@@ -266,7 +274,7 @@ def _opening(clock: StageClock, plain: Callable[..., Any]) -> Callable[..., Any]
     def open(*args: Any, **kwargs: Any) -> Any:
         opened = timed_open(*args, **kwargs)
         if (
-            not clock.counts()
+            not clock.is_active()
             or type(opened) is not io.BufferedReader
             or type(opened.raw) is not io.FileIO
             or isinstance(opened.raw.name, int)

@@ -32,13 +32,13 @@ _PASSES = 2  # passes in which to sample workers, for loaders that start new one
 
 def install(session: Session) -> None:
     """Set the taps on every DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
-    import torch.utils.data.dataloader as room
+    import torch.utils.data.dataloader as dataloader
 
     observer = LoaderStages(session)
-    observer.tap_fetchers(room._DatasetKind)
-    observer.tap_loaders(room.DataLoader)
-    what = "stages of a StatefulDataLoader"
-    once_imported(session, STATEFUL, what, lambda room: observer.tap_loaders(room.StatefulDataLoader))
+    observer.tap_fetchers(dataloader._DatasetKind)
+    observer.tap_loaders(dataloader.DataLoader)
+    subject = "stages of a StatefulDataLoader"
+    once_imported(session, STATEFUL, subject, lambda dataloader: observer.tap_loaders(dataloader.StatefulDataLoader))
     session.observers.append(observer)
     # `atexit` calls the latest registered first: the session, registered later, writes the evidence before this removes
     # the files that it reads.
@@ -58,7 +58,7 @@ class LoaderStages:
         self._folder = ""
         self._owner = 0
         self._passes: dict[int, int] = defaultdict(int)
-        self._here: dict[int, Samples] = {}  # samples of this process itself, by loader
+        self._own_samples: dict[int, Samples] = {}  # samples of this process itself, by loader
         self._steps: set[int] = set()
         self._building: tuple[int, int] | None = None  # loader that makes its iterator, first batch to sample
 
@@ -81,7 +81,7 @@ class LoaderStages:
 
         tap(kind, "_get_iterator", beginning)
 
-    def tap_fetchers(self, kinds: Any) -> None:
+    def tap_fetchers(self, dataset_kind: Any) -> None:
         """Tap the making of fetchers, to replace `fetch` of those to be sampled."""
 
         def making(plain: Any) -> Any:
@@ -93,7 +93,7 @@ class LoaderStages:
 
             return create_fetcher
 
-        tap(kinds, "create_fetcher", making)
+        tap(dataset_kind, "create_fetcher", making)
 
     def _begin(self, loader: Any) -> None:
         """Prepare to sample a loader that makes its iterator, and tell its workers by the environment."""
@@ -130,7 +130,7 @@ class LoaderStages:
             index, first = map(int, os.environ[_LOADER].split(":"))
             file = os.path.join(os.environ[_FOLDER].partition(":")[2], f"{index}-{os.getpid()}.json")
         if fetched[index] < first + TIMED + 1:
-            samples = self._here.setdefault(index, Samples())
+            samples = self._own_samples.setdefault(index, Samples())
             fetcher.fetch = SampledFetch(fetcher, index, first, samples, file, self._note)
 
     def _note(self, error: Exception | None) -> None:
@@ -145,7 +145,7 @@ class LoaderStages:
 
     def of(self, index: int) -> Stages | None:
         """Return the stages of a loader; None if none of its batches was sampled."""
-        samples = [self._here[index]] if index in self._here else []
+        samples = [self._own_samples[index]] if index in self._own_samples else []
         for name in os.listdir(self._folder) if self._folder else ():
             if name.startswith(f"{index}-") and name.endswith(".json"):
                 with open(os.path.join(self._folder, name)) as file:
@@ -154,10 +154,13 @@ class LoaderStages:
 
     def facts(self) -> dict[str, Any]:
         """Return the stages of all loaders, and the disturbed steps."""
-        found = [self.of(index) for index in range(len(self._session.loaders))]
+        stages = [self.of(index) for index in range(len(self._session.loaders))]
         self.on = False
         self.remove()
-        return {"stages": tuple(each for each in found if each is not None), "disturbed": tuple(sorted(self._steps))}
+        return {
+            "stages": tuple(loader_stages for loader_stages in stages if loader_stages is not None),
+            "disturbed": tuple(sorted(self._steps)),
+        }
 
     def remove(self) -> None:
         """Remove the workers' folder; a forked child leaves it to its parent."""
@@ -183,7 +186,7 @@ def _stages(index: int, samples: list[Samples]) -> Stages | None:
     return Stages(
         loader=index,
         batches=batches,
-        **{name: spent / batches for name, spent in seconds.items()},
+        **{name: stage_seconds / batches for name, stage_seconds in seconds.items()},
         python=_python_share(samples, seconds),
         hottest=max(lines, key=lines.__getitem__) if lines else "",
         decoder=max(decoders, key=decoders.__getitem__) if decoders else "",

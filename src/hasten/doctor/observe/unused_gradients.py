@@ -11,14 +11,15 @@ from typing import Any
 
 from hasten.taps.protocol import Session
 
-_FIRST, _AGAIN = 6, 16  # steps before the first and before the second check
+_FIRST_CHECK = 6  # steps before it
+_SECOND_CHECK = 16
 
 
 def install(session: Session) -> None:
     """Check the parameters twice."""
     observer = UnusedGradients(session)
     session.observers.append(observer)
-    session.steps_over.tell(observer.on_step, _FIRST)
+    session.steps_over.tell(observer.on_step, _FIRST_CHECK)
 
 
 class UnusedGradients:
@@ -40,9 +41,9 @@ class UnusedGradients:
         except Exception as error:  # an unusual module or optimizer: a tap never breaks a script
             self._session.run.skip("looking for unused gradients", error)
             return sys.maxsize
-        if steps < _AGAIN:
+        if steps < _SECOND_CHECK:
             self._first = {key: version for key, (version, _) in strays.items()}
-            return _AGAIN
+            return _SECOND_CHECK
         self._paths = tuple(
             dict.fromkeys(path for key, (version, path) in strays.items() if self._first.get(key) == version)
         )
@@ -50,7 +51,7 @@ class UnusedGradients:
 
     def _find(self) -> dict[int, tuple[int, str]]:
         """Return stray parameters by id, each with its version and the path of its layer."""
-        optimizers = [held() for held, _ in self._session.optimizers.values()]
+        optimizers = [reference() for reference, _ in self._session.optimizers.values()]
         used = {id(p) for opt in optimizers if opt is not None for group in opt.param_groups for p in group["params"]}
         if not used:
             return {}
