@@ -38,12 +38,12 @@ class Script:
 
     def next(self, iterator: Batches, seconds: float = 1.0) -> None:
         start = self.time
-        self.recorder.asks(iterator, start)
+        self.recorder.batch_requested(iterator, start)
         self.time += seconds
-        self.recorder.got(iterator, start, self.time)
+        self.recorder.batch_received(iterator, start, self.time)
 
     def end(self, iterator: Batches, seconds: float = 0.0) -> None:
-        self.recorder.asks(iterator, self.time)
+        self.recorder.batch_requested(iterator, self.time)
         self.time += seconds
         self.recorder.exhausted(iterator, self.time)
 

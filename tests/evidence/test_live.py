@@ -26,8 +26,8 @@ class _Loop:
         self.recorder.pass_begins(0, self.iterator, self.time, self.time)
 
     def step(self, seconds: float = 0.01) -> None:
-        self.recorder.asks(self.iterator, self.time)
-        self.recorder.got(self.iterator, self.time, self.time + seconds / 2)
+        self.recorder.batch_requested(self.iterator, self.time)
+        self.recorder.batch_received(self.iterator, self.time, self.time + seconds / 2)
         self.time += seconds
         self.recorder.backward(seconds / 4, [])
 
@@ -97,7 +97,7 @@ def test_what_it_tells_can_stand_in_for_evidence(tmp_path: Path) -> None:
 def test_a_process_that_does_not_train_writes_nothing(tmp_path: Path) -> None:
     asked = []
     live = LiveFile(tmp_path / "x.live.json", (), interval=0.01)
-    live.start(_Loop().recorder, [], trains=lambda: bool(asked.append(1)))
+    live.start(_Loop().recorder, [], has_trained=lambda: bool(asked.append(1)))
     _until(lambda: len(asked) > 2)
     live.remove()
     assert list(tmp_path.iterdir()) == []

@@ -60,25 +60,25 @@ class Rested:
             yield number
         if whole:
             if not self.ask(iterator):
-                self.rests.resting.rest += 1  # as the tap does where no batch came
+                self.rests.resting.rest_remaining += 1  # as the tap does where no batch came
             for recorder in (self.rests, self.listens):
                 recorder.exhausted(iterator, self.time)
 
     def ask(self, iterator: Batches) -> bool:
         """Whether the one that rests was told."""
-        self.listens.asks(iterator, self.time)
+        self.listens.batch_requested(iterator, self.time)
         resting = self.rests.resting
-        self.through = not (resting is not None and resting.rest and resting.iterator() is iterator)
+        self.through = not (resting is not None and resting.rest_remaining and resting.iterator() is iterator)
         if self.through:
-            self.rests.asks(iterator, self.time)
+            self.rests.batch_requested(iterator, self.time)
         else:
-            resting.rest -= 1
+            resting.rest_remaining -= 1
         return self.through
 
     def get(self, iterator: Batches, start: float) -> None:
-        self.listens.got(iterator, start, self.time)
+        self.listens.batch_received(iterator, start, self.time)
         if self.through:
-            self.rests.got(iterator, start, self.time)
+            self.rests.batch_received(iterator, start, self.time)
 
     def check(self, whole_passes: bool = True) -> None:
         """All that both know is the same; a step that is left in the middle may have saved or validated."""

@@ -70,10 +70,10 @@ class Played:
         self.recorder.pass_begins(0, iterator, self.now, self.now)
         for _ in range(batches):
             start = self.now  # as the tap around `__next__` takes it, before it says that a batch is asked for
-            self.recorder.asks(iterator, start)
-            self.recorder.got(iterator, start, self.now)
+            self.recorder.batch_requested(iterator, start)
+            self.recorder.batch_received(iterator, start, self.now)
             yield
-        self.recorder.asks(iterator, self.now)
+        self.recorder.batch_requested(iterator, self.now)
         self.recorder.exhausted(iterator, self.now)
 
 

@@ -62,7 +62,7 @@ def test_no_strategy_is_slower_on_a_faster_network(job: Job, ranks: int, network
         assert (slow is None) == (fast is None) == (name == "ddp-powersgd" and not job.shapes)
         if slow is not None and fast is not None:
             assert fast.step <= slow.step * (1 + 1e-12)
-            assert fast.held == slow.held
+            assert fast.memory == slow.memory
             assert -1e-9 <= slow.waits <= slow.exchange * (1 + 1e-9) + 1e-9
 
 
@@ -83,8 +83,8 @@ def test_what_is_shared_falls_with_the_number_of_devices(job: Job, ranks: int) -
     assert fsdp is not None
     assert zero is not None
     gathered = 3 / 100 * job.parameters + 2 / 100 * job.gradients
-    assert fsdp.held == pytest.approx((job.parameters + job.gradients + job.states) / ranks + gathered, abs=2)
-    own = zero.held - job.parameters - job.gradients  # its states, and its parameters on their way
+    assert fsdp.memory == pytest.approx((job.parameters + job.gradients + job.states) / ranks + gathered, abs=2)
+    own = zero.memory - job.parameters - job.gradients  # its states, and its parameters on their way
     assert own == pytest.approx((job.states + job.gradients) / ranks, abs=32)
 
 
@@ -93,7 +93,7 @@ def test_a_large_parameter_bounds_what_sharding_the_optimizer_brings() -> None:
     many = STRATEGIES["zero1"](job, 64, NETWORK)
     assert many is not None
     whole_table = 1000 * 64 * 4  # is on one of them, with its two states
-    assert many.held - job.parameters - job.gradients == 3 * whole_table
+    assert many.memory - job.parameters - job.gradients == 3 * whole_table
 
 
 def test_one_device_is_the_measured_step_and_memory() -> None:

@@ -81,27 +81,27 @@ def memory_left(process: Path = _SELF) -> int | None:
     Page cache that can be dropped counts as free; /dev/shm counts as used. So do mapped files: running libraries would
     be read again immediately.
     """
-    left = []
+    remaining = []
     for limit, folder, names in _limited(process):
         used = _number(folder / names.used)
         stat = _table(folder / "memory.stat")
         # The active list counts too: a dataset that is read in each epoch is moved there, and can be dropped as well.
         cache = stat.get(names.inactive, 0) + max(0, stat.get(names.active, 0) - stat.get(names.mapped, 0))
-        left.append(limit if used is None else max(0, limit - max(0, used - cache - stat.get(names.slab, 0))))
-    return min(left, default=None)
+        remaining.append(limit if used is None else max(0, limit - max(0, used - cache - stat.get(names.slab, 0))))
+    return min(remaining, default=None)
 
 
 def _quotas(process: Path) -> list[tuple[float, Path]]:
     """Return the CPU quota and the folder of each of this process's groups that has a quota."""
     quotas = []
     for folder in _folders("cpu", process):
-        both = _words(folder / "cpu.max") or [
+        limits = _words(folder / "cpu.max") or [
             *_words(folder / "cpu.cfs_quota_us"),
             *_words(folder / "cpu.cfs_period_us"),
         ]
         # Without a limit the quota is "max" in v2 and -1 in v1, neither of which is decimal.
-        if len(both) == 2 and both[0].isdecimal() and both[1].isdecimal() and int(both[1]):
-            quotas.append((int(both[0]) / int(both[1]), folder))
+        if len(limits) == 2 and limits[0].isdecimal() and limits[1].isdecimal() and int(limits[1]):
+            quotas.append((int(limits[0]) / int(limits[1]), folder))
     return quotas
 
 
@@ -112,8 +112,8 @@ def _limited(process: Path) -> list[tuple[int, Path, _Names]]:
         names = _V1 if os.path.isfile(folder / _V1.used) else _V2  # noqa: PTH113 - returns False without permission
         # v1 gives here the lowest limit of all enclosing groups, even in a container that cannot see those.
         enclosing = _table(folder / "memory.stat").get("hierarchical_memory_limit")
-        known = (*(_number(folder / name) for name in names.limits), enclosing)
-        limits = [limit for limit in known if limit is not None]
+        candidates = (*(_number(folder / name) for name in names.limits), enclosing)
+        limits = [limit for limit in candidates if limit is not None]
         if limits and min(limits) < _NONE:
             limited.append((min(limits), folder, names))
     return limited
@@ -129,28 +129,29 @@ def _folders(controller: str, process: Path) -> tuple[Path, ...]:
     for line in _read(process / "mountinfo").splitlines():
         # 35 31 0:32 /docker/1f2e /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
         mount, _, kind = line.partition(" - ")
-        root, place = (_OCTAL.sub(lambda code: chr(int(code[1], 8)), part) for part in mount.split()[3:5])
+        root, mount_point = (_OCTAL.sub(lambda code: chr(int(code[1], 8)), part) for part in mount.split()[3:5])
         if kind.startswith("cgroup ") and controller in kind.split()[-1].split(",") and controller in paths:
-            folders += _upwards(Path(place), root, paths[controller])
+            folders += _upwards(Path(mount_point), root, paths[controller])
         elif kind.startswith("cgroup2 ") and "" in paths:
-            folders += _upwards(Path(place), root, paths[""])
+            folders += _upwards(Path(mount_point), root, paths[""])
     return tuple(dict.fromkeys(folders))
 
 
-def _upwards(place: Path, root: str, path: str) -> list[Path]:
+def _upwards(mount_point: Path, root: str, path: str) -> list[Path]:
     """Return the folder of the group `path`, and those of its enclosing groups, innermost first.
 
     Args:
-        place: Where a part of the hierarchy is mounted.
+        mount_point: Where a part of the hierarchy is mounted.
         root: Which part: the group at the mount's root.
         path: The process's group.
     """
-    group = place
+    group = mount_point
     if Path(path).is_relative_to(root) and ".." not in Path(path).parts:
-        group = place / Path(path).relative_to(root)
+        group = mount_point / Path(path).relative_to(root)
     if not os.path.isdir(group):  # noqa: PTH112 - returns False without permission
-        group = place  # a container whose mount shows its own group as the root, while `path` is the host's name of it
-    return [group, *(folder for folder in group.parents if folder.is_relative_to(place))]
+        # A container whose mount shows its own group as the root, while `path` is the host's name of it.
+        group = mount_point
+    return [group, *(folder for folder in group.parents if folder.is_relative_to(mount_point))]
 
 
 def _number(file: Path) -> int | None:

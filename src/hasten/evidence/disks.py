@@ -22,20 +22,20 @@ def filesystem(folder: Path) -> tuple[str, bool | None]:
 
     try:
         device = folder.stat().st_dev
-        around = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+        mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     except (OSError, psutil.Error):
         return "", None
     # Of several file systems mounted at the same place the last one is visible.
-    kind = max(reversed(around), key=lambda mount: len(mount.mountpoint)).fstype if around else ""
+    kind = max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype if mounts else ""
     return kind, _spins(f"{os.major(device)}:{os.minor(device)}")
 
 
 def _spins(number: str) -> bool | None:
     """Return whether a block device ("8:1") is a spinning disk; None if unknown."""
     device = Path("/sys/dev/block") / number
-    for place in (device / "queue", device.resolve().parent / "queue"):  # a partition has no queue, but its disk has
+    for queue in (device / "queue", device.resolve().parent / "queue"):  # a partition has no queue, but its disk has
         try:
-            return (place / "rotational").read_text().strip() == "1"
+            return (queue / "rotational").read_text().strip() == "1"
         except OSError:
             continue
     return None

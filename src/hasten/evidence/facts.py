@@ -16,7 +16,7 @@ from hasten.evidence.loaders import LoaderFacts
 from hasten.evidence.parts import parts
 from hasten.evidence.schema import Flags, ModelFacts, OptimizerFacts
 
-_OURS = str(Path(__file__).resolve().parent.parent)
+_HASTEN_FOLDER = str(Path(__file__).resolve().parent.parent)
 
 
 def caller(frame: FrameType | None = None) -> str:
@@ -31,11 +31,11 @@ def caller(frame: FrameType | None = None) -> str:
     fallback = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(("<", _OURS)):
-            place = f"{name}:{frame.f_lineno}"
+        if not name.startswith(("<", _HASTEN_FOLDER)):
+            location = f"{name}:{frame.f_lineno}"
             if not is_library(name):
-                return place
-            fallback = place
+                return location
+            fallback = location
         frame = frame.f_back
     return fallback
 
@@ -123,12 +123,12 @@ class ModelWatch:
         self.eval_calls += 1
         from torch.utils._pytree import tree_iter
 
-        with_graph = [part for part in tree_iter(output) if getattr(part, "requires_grad", False)]
+        with_graph = [tensor for tensor in tree_iter(output) if getattr(tensor, "requires_grad", False)]
         if with_graph:
             self.eval_calls_with_graph += 1
             if not self.backward_through_eval:
-                for part in with_graph:
-                    part.register_hook(self._used)
+                for tensor in with_graph:
+                    tensor.register_hook(self._used)
 
     def _used(self, gradient: Any) -> None:
         self.backward_through_eval = True
@@ -176,22 +176,22 @@ class LearningRates:
     """The learning rates that one optimizer's steps were made with.
 
     Attributes:
-        held: The session's reference to the optimizer. It tells this optimizer from a later one with the same id.
+        reference: The session's reference to the optimizer. It tells this optimizer from a later one with the same id.
         schedule: Class of the latest scheduler that was built for it.
         rates: The distinct learning rates, in order.
         steps: Steps that it had made when its rate was read last. A rate that is set after the last step is not used.
     """
 
-    held: Any
+    reference: Any
     schedule: str = ""
     rates: list[float] = field(default_factory=list)
     steps: int = -1
 
 
 def optimizer_facts(
-    optimizer: Any, where: str, steps: int, why_not: str, seen: LearningRates | None = None
+    optimizer: Any, where: str, steps: int, why_not: str, learning_rates: LearningRates | None = None
 ) -> OptimizerFacts:
-    """Return the facts of an optimizer: its options, and the schedule and learning rates that were `seen`."""
+    """Return the facts of an optimizer: its options, and the schedule and learning rates that the run used."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return OptimizerFacts(
@@ -204,8 +204,8 @@ def optimizer_facts(
         why_not_fusable=why_not,
         steps=steps,
         options={name: option for name, value in first.items() if (option := _option(value)) is not None},
-        schedule=seen.schedule if seen else "",
-        rates=tuple(seen.rates) if seen else (),
+        schedule=learning_rates.schedule if learning_rates else "",
+        rates=tuple(learning_rates.rates) if learning_rates else (),
         shapes=tuple(shape for p in parameters[:2000] if (shape := _shape(p)) is not None),
     )
 
@@ -220,8 +220,8 @@ def _option(value: Any) -> float | bool | str | None:
     return float(value) if getattr(value, "is_cpu", False) and value.numel() == 1 else None
 
 
-def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
-    """Return torch's global switches as they are now, overridden by the values `seen` in use during the run."""
+def global_flags(used: dict[str, Any], compiler: str) -> Flags:
+    """Return torch's global switches as they are now, overridden by the values `used` that were seen during the run."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -241,7 +241,7 @@ def global_flags(seen: dict[str, Any], compiler: str) -> Flags:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
     }
-    return Flags(**{**flags, **seen})
+    return Flags(**{**flags, **used})
 
 
 def _is_compiled(layer: Any) -> bool:

@@ -27,7 +27,9 @@ from hasten.files import json_of, refuse_others, write_whole
 SCHEMA = "hasten-live/2"
 _STEPS = 600  # most steps in the file, the last ones, which keeps it below 100 kB
 _PASSES = 50  # most passes in the file
-_LOOKS = 5  # facts of loaders, models and optimizers are read for every fifth snapshot: they cost more than the steps
+_FACTS_EVERY = (
+    5  # facts of loaders, models and optimizers are read for every fifth snapshot: they cost more than the steps
+)
 _PATIENCE = 5.0  # seconds to wait for the thread's last write
 _SHARE = 0.001  # share of a core that the writer may use; if a snapshot takes long, the next one comes later
 
@@ -116,7 +118,7 @@ class LiveFile:
     def forked(self) -> None:
         """Reset the writer in a forked child, which has no copy of the thread, and whose parent owns the file."""
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._written = False
 
@@ -124,26 +126,26 @@ class LiveFile:
         self,
         recorder: Any,
         skipped: list[str],
-        trains: Callable[[], bool] = lambda: True,
-        built: Callable[[], dict[str, Any]] = dict,
+        has_trained: Callable[[], bool] = lambda: True,
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Start writing.
 
         Args:
             recorder: The run's recorder.
             skipped: The run's list of failures; an entry is added if the file cannot be written.
-            trains: Returns whether this process trains; nothing is written before it does.
-            built: Returns the evidence's fields `flags`, `loaders`, `models` and `optimizers` as far as they exist; it
-                must not read from a device.
+            has_trained: Returns whether this process trains; nothing is written before it does.
+            describe: Returns the evidence's fields `flags`, `loaders`, `models` and `optimizers` as far as they exist;
+                it must not read from a device.
         """
         self._thread = threading.Thread(
-            target=self._go_on, args=(recorder, skipped, trains, built), name="hasten-live", daemon=True
+            target=self._run, args=(recorder, skipped, has_trained, describe), name="hasten-live", daemon=True
         )
         self._thread.start()
 
     def remove(self) -> None:
         """End the thread and remove the file: the evidence is written, or will never be."""
-        self._over.set()
+        self._stopped.set()
         if self._thread is not None:
             # When Python exits, it unwinds the stack of a daemon thread that is at work. If that passes C++ frames of
             # torch, it calls std::terminate, and the script's exit code is lost.
@@ -153,31 +155,31 @@ class LiveFile:
                 self._written = False
                 self.path.unlink(missing_ok=True)
 
-    def _go_on(
-        self, recorder: Any, skipped: list[str], trains: Callable[[], bool], built: Callable[[], dict[str, Any]]
+    def _run(
+        self, recorder: Any, skipped: list[str], has_trained: Callable[[], bool], describe: Callable[[], dict[str, Any]]
     ) -> None:
-        pause, over, lock, looks = self._interval, self._over, self._lock, 0
+        pause, stopped, lock, snapshots = self._interval, self._stopped, self._lock, 0
         structure: dict[str, Any] = {}
-        while not over.wait(pause):
-            began = time.thread_time()
+        while not stopped.wait(pause):
+            started = time.thread_time()
             try:
-                if trains():
+                if has_trained():
                     if not structure:
                         structure = {"flags": plain(Flags()), "loaders": [], "models": [], "optimizers": []}
                         structure["machine"] = plain(this_machine())
                         # Describing the machine happens once: its time must not delay the next snapshot.
-                        began = time.thread_time()
-                    if looks % _LOOKS == 0:
-                        structure |= {name: plain(facts) for name, facts in built().items()}
-                    looks += 1
+                        started = time.thread_time()
+                    if snapshots % _FACTS_EVERY == 0:
+                        structure |= {name: plain(facts) for name, facts in describe().items()}
+                    snapshots += 1
                     text = json.dumps(self._snapshot(recorder, skipped, structure), allow_nan=False)
                     with lock:
-                        if not over.is_set():
+                        if not stopped.is_set():
                             self._write(text)
             except Exception as error:  # the run continues without a live file
                 skipped.append(f"the live file: {type(error).__name__}: {error}".splitlines()[0])
                 return
-            pause = max(self._interval, (time.thread_time() - began) / _SHARE)
+            pause = max(self._interval, (time.thread_time() - started) / _SHARE)
 
     def _write(self, text: str) -> None:
         if not self._written:
@@ -188,11 +190,11 @@ class LiveFile:
     def _snapshot(self, recorder: Any, skipped: list[str], structure: dict[str, Any]) -> dict[str, Any]:
         # The training's thread may add steps, or thin out the kept steps, while this thread reads them: read again.
         while True:
-            kept = recorder.kept
-            every, last = kept.every, len(kept.losses)  # `losses` is appended to last, so the others are as long
+            steps = recorder.kept
+            interval, last = steps.every, len(steps.losses)  # `losses` is appended to last, so the others are as long
             first = max(0, last - _STEPS)
-            numbers, start, phases = kept.numbers[first:last], kept.start[first:last], kept.phases[first:last]
-            if kept.every == every and len(numbers) == len(start) == len(phases) == last - first:
+            numbers, start, phases = steps.numbers[first:last], steps.start[first:last], steps.phases[first:last]
+            if steps.every == interval and len(numbers) == len(start) == len(phases) == last - first:
                 break
         clock = recorder.now() - recorder.origin
         now = time.time()
@@ -202,10 +204,10 @@ class LiveFile:
             "step_start": start,
             "step_phases": phases,
             "numbers": numbers,
-            "every": every,
+            "every": interval,
             "losses": [None] * len(numbers),
             "validations": [],
-            "passes": [vars(over) for over in recorder.passes[-_PASSES:]],
+            "passes": [vars(finished) for finished in recorder.passes[-_PASSES:]],
             "steps": recorder.steps,
             "step_of": recorder.step_of,
             "ended": "running",

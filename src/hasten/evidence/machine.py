@@ -69,8 +69,8 @@ def memory_free() -> int:
     """Return the bytes of memory that this process may still use: the machine's, or its cgroup's if that is less."""
     import psutil
 
-    free, left = int(psutil.virtual_memory().available), cgroup.memory_left()
-    return free if left is None else min(free, left)
+    free, in_cgroup = int(psutil.virtual_memory().available), cgroup.memory_left()
+    return free if in_cgroup is None else min(free, in_cgroup)
 
 
 def _cpu() -> tuple[str, tuple[str, ...]]:

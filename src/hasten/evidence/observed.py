@@ -352,8 +352,8 @@ class Measurement:
 
         They agree if chance alone would hardly split them so: 6 of 6, 8 of 9, 12 of 15, 19 of 25 (a sign test at 1 %).
         """
-        sure = abs(2 * self.wins - 1) * self.turns**0.5 >= 2.3
-        return self.before - self.after if sure and not self.failed else 0.0
+        significant = abs(2 * self.wins - 1) * self.turns**0.5 >= 2.3
+        return self.before - self.after if significant and not self.failed else 0.0
 
     @property
     def gain(self) -> float:

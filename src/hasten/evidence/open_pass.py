@@ -19,14 +19,14 @@ def adding_up(phases: list[float], total: float) -> list[float]:
     If they exceed the total (a part of the step was counted inside a validation pass that began before it), validation
     is reduced first, then all phases in proportion.
     """
-    over = sum(phases) - total
-    if over <= 0:
-        phases[Phase.OTHER] -= over
+    excess = sum(phases) - total
+    if excess <= 0:
+        phases[Phase.OTHER] -= excess
         return phases
-    reduced = min(over, phases[Phase.VALIDATION])
+    reduced = min(excess, phases[Phase.VALIDATION])
     phases[Phase.VALIDATION] -= reduced
-    rest = sum(phases)
-    return [phase * total / rest for phase in phases] if over > reduced and rest > 0 else phases
+    remaining = sum(phases)
+    return [phase * total / remaining for phase in phases] if excess > reduced and remaining > 0 else phases
 
 
 class OpenPass:
@@ -62,8 +62,8 @@ class OpenPass:
         self.losses: list[Any] = []
         self.optimizer_steps = 0
         self.stepped: set[int] = set()  # optimizers that stepped since its iterator was deleted
-        self.rests_for = 0  # steps of the recorder's current rest
-        self.rest = 0  # steps of that rest that have not begun yet
+        self.rest_length = 0  # steps of the recorder's current rest
+        self.rest_remaining = 0  # steps of that rest that have not begun yet
 
     def ended_at(self, at: float, origin: float) -> Pass:
         """Return the finished pass; its times are on the run's clock, which was 0 at `origin`."""
@@ -98,14 +98,14 @@ class StepMarker:
 
     def __init__(self) -> None:
         self.optimizer: int | None = None
-        self._others = 0  # steps of other optimizers since its last one
+        self._other_steps = 0  # steps of other optimizers since its last one
 
     def counts(self, optimizer: int) -> bool:
         """Register a step of an optimizer; return whether it counts as a step of the run."""
-        self._others += 1
-        if self.optimizer is None or self._others > STALE_AFTER:
+        self._other_steps += 1
+        if self.optimizer is None or self._other_steps > STALE_AFTER:
             self.optimizer = optimizer
         if self.optimizer != optimizer:
             return False
-        self._others = 0
+        self._other_steps = 0
         return True

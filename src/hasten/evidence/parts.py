@@ -22,8 +22,8 @@ def parts(value: Any) -> tuple[list[Any], str]:
     return leaves, _collect(value, leaves, {id(value)})
 
 
-def _collect(value: Any, found: list[Any], seen: set[int]) -> str:
-    """Append the leaves of a value to `found`, and return its structure; `seen` ends cycles of references."""
+def _collect(value: Any, collected: list[Any], visited: set[int]) -> str:
+    """Append the leaves of a value to `collected`, and return its structure; `visited` ends cycles of references."""
     import torch
     from torch.utils._pytree import tree_flatten
 
@@ -31,12 +31,12 @@ def _collect(value: Any, found: list[Any], seen: set[int]) -> str:
     forms = []
     for leaf in map(_as_tensor, leaves):
         contents = None if isinstance(leaf, torch.Tensor | str | bytes | int | float | None) else _contents(leaf)
-        if contents is None or (leaf is not value and id(leaf) in seen):
-            found.append(leaf)
+        if contents is None or (leaf is not value and id(leaf) in visited):
+            collected.append(leaf)
             forms.append(_form(leaf))
         else:
-            seen.add(id(leaf))
-            forms.append(f"{type(leaf).__name__} {_collect(contents, found, seen)}")
+            visited.add(id(leaf))
+            forms.append(f"{type(leaf).__name__} {_collect(contents, collected, visited)}")
     return f"{structure} {forms}"
 
 
@@ -47,7 +47,7 @@ def _contents(leaf: Any) -> dict[str, Any] | None:
     if isinstance(leaf, Mapping):
         return {str(key): leaf[key] for key in leaf}
     if isinstance(leaf, list | tuple):  # a subclass, which torch does not know
-        return {str(place): item for place, item in enumerate(leaf)}
+        return {str(index): item for index, item in enumerate(leaf)}
     if isinstance(leaf, type):
         return None
     if dataclasses.is_dataclass(leaf):

@@ -16,14 +16,14 @@ Kind = TypeVar("Kind")
 _LONG = 2000  # longest error message, in characters; pydantic lists every value that does not fit
 
 
-def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str, missing: str = "") -> Kind:
+def read_plain(kind: type[Kind], path: Path, schema: str, description: str, advice: str, missing: str = "") -> Kind:
     """Read a dataclass from a JSON file; null in place of a float becomes NaN, which `finite` wrote as null.
 
     Args:
         kind: The dataclass.
         path: The file.
         schema: The required value of its field `schema`.
-        what: The kind of file in messages: "a diagnosis".
+        description: The kind of file in messages: "a diagnosis".
         advice: What to do about a file of another schema.
         missing: Begin of the message for a missing file; default: "no diagnosis at".
 
@@ -32,11 +32,11 @@ def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str
     """
     from pydantic import TypeAdapter, ValidationError
 
-    name = what.removeprefix("a ")
+    name = description.removeprefix("a ")
     try:
         data = parse_json(read_bytes(path))
         if not isinstance(data, dict) or data.get("schema") != schema:
-            raise HastenError(f"{path} is not {what} of the schema {schema}", advice)
+            raise HastenError(f"{path} is not {description} of the schema {schema}", advice)
         reader = TypeAdapter(kind)
         try:
             return reader.validate_python(data)
@@ -51,19 +51,19 @@ def read_plain(kind: type[Kind], path: Path, schema: str, what: str, advice: str
     except OSError as error:
         raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # pydantic's errors are ValueErrors
-        raise HastenError(f"{path} is not {what} of the schema {schema}: {_shortened(str(error))}") from None
+        raise HastenError(f"{path} is not {description} of the schema {schema}: {_shortened(str(error))}") from None
 
 
 def _shortened(text: str) -> str:
     return text if len(text) < _LONG else f"{text[:_LONG]}..."
 
 
-def _set_to_nan(data: Any, place: Sequence[str | int]) -> None:
+def _set_to_nan(data: Any, location: Sequence[str | int]) -> None:
     """Replace the null at a place of pydantic's by NaN.
 
     For a union type, the place goes on below the null with the names of the types that were tried.
     """
-    for step in place:
+    for step in location:
         if data[step] is None:
             data[step] = math.nan
             return
@@ -84,7 +84,7 @@ def finite(value: Any) -> Any:
 def tuples(value: Any) -> Any:
     """Turn every list into a tuple, at any depth: undo what JSON does to the tuples of `dataclasses.asdict`."""
     if isinstance(value, dict):
-        return {key: tuples(part) for key, part in value.items()}
+        return {key: tuples(item) for key, item in value.items()}
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
@@ -95,10 +95,10 @@ def with_texts(value: Kind, change: Callable[[str], str]) -> Kind:
         changed = change(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = dataclasses.replace(value, **{name: with_texts(part, change) for name, part in fields.items()})
+        changed = dataclasses.replace(value, **{name: with_texts(item, change) for name, item in fields.items()})
     elif isinstance(value, dict):
-        changed = {with_texts(key, change): with_texts(part, change) for key, part in value.items()}
+        changed = {with_texts(key, change): with_texts(item, change) for key, item in value.items()}
     # Series of numbers, which may be long, have no texts and are returned as they are.
-    elif isinstance(value, list | tuple) and not all(isinstance(part, int | float) for part in value):
-        changed = type(value)(with_texts(part, change) for part in value)
+    elif isinstance(value, list | tuple) and not all(isinstance(item, int | float) for item in value):
+        changed = type(value)(with_texts(item, change) for item in value)
     return changed  # type: ignore[no-any-return]

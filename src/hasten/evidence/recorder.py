@@ -21,8 +21,8 @@ from hasten.evidence.open_pass import BLANK, STALE_AFTER, OpenPass, StepMarker, 
 from hasten.evidence.schema import Pass, Phase
 from hasten.evidence.step_thinning import KeptSteps
 
-_KEPT = 20_000  # most steps kept
-_KEPT_RESTING = 1024  # most steps kept if the recorder may rest
+_MOST_KEPT = 20_000  # most steps kept
+_MOST_KEPT_RESTING = 1024  # most steps kept if the recorder may rest
 # Plain integers: code that runs in every step avoids looking up members of an enum class.
 _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _VALIDATION, _OTHER = int(Phase.VALIDATION), int(Phase.OTHER)
@@ -57,7 +57,7 @@ class Recorder:
         self.on_step = on_step
         self.on_pass = on_pass
         self.may_rest = may_rest
-        self.kept = KeptSteps(_KEPT_RESTING if may_rest else _KEPT)
+        self.kept = KeptSteps(_MOST_KEPT_RESTING if may_rest else _MOST_KEPT)
         self.resting: OpenPass | None = None
         self.passes: list[Pass] = []
         self.validations: list[tuple[int, Any, int, float]] = []  # step, sum of losses, number of losses, time
@@ -73,22 +73,20 @@ class Recorder:
         self._loose = OpenPass(-1, None, self.origin, None)  # stands in for a pass outside every loader
         self.current = self._loose
         self._open: dict[int, OpenPass] = {}  # by the iterator's id
-        self._beside: OpenPass | None = None  # the training pass in whose step another loader was asked
+        self._training_beside: OpenPass | None = None  # the training pass in whose step another loader was asked
         self._marker = StepMarker()
-        self._validation: Any = None  # sum of the losses since the last backward, on their device
-        self._validated = 0
+        self._validation_sum: Any = None  # sum of the losses since the last backward, on their device
+        self._validation_count = 0
 
     # -- loaders -------------------------------------------------------------------------------------
 
     def pass_begins(self, loader: int, iterator: Any, start: float, end: float) -> None:
         """Begin a pass; `iter(loader)` took from `start` to `end`."""
         self.wake()
-        self._end_if_gone(self.current, start)
+        self._end_if_deleted(self.current, start)
         # A pass that was left early has the same id if its iterator is reused (persistent workers) or was deleted.
-        if (left := self._open.get(id(iterator))) is not None:
-            self._end_pass(left, start)
-        if (before := self._open.get(id(iterator))) is not None:
-            self._end_pass(before, start)
+        if (stale := self._open.get(id(iterator))) is not None:
+            self._end_pass(stale, start)
         outer = self.current if self.current.step_start is not None and self.current is not self._loose else None
         opened = OpenPass(loader, iterator, start, outer)
         self._open[id(iterator)] = opened
@@ -97,68 +95,69 @@ class Recorder:
         if self.on_pass:
             self.on_pass(opened, True)
 
-    def asks(self, iterator: Any, at: float) -> None:
+    def batch_requested(self, iterator: Any, at: float) -> None:
         """Register that the script asks `iterator` for its next batch, which ends the pass's current step."""
-        asked = self._open.get(id(iterator))
-        if asked is None:
+        opened = self._open.get(id(iterator))
+        if opened is None:
             return
         if self.resting is not None:
-            self.wake(over=self.resting is asked)
+            self.wake(step_over=self.resting is opened)
         current = self.current
-        if current is not asked:
-            self._changes(current, asked, at)
-        elif self._beside is not None:
-            self._beside = None
-        if asked.step_start is not None:
-            self._end_step(asked, at)
+        if current is not opened:
+            self._switch_pass(current, opened, at)
+        elif self._training_beside is not None:
+            self._training_beside = None
+        if opened.step_start is not None:
+            self._end_step(opened, at)
         if self.listeners:
             self.mark(Phase.DATA, True)
 
-    def _changes(self, current: OpenPass, asked: OpenPass, at: float) -> None:
+    def _switch_pass(self, current: OpenPass, opened: OpenPass, at: float) -> None:
         """Switch the current pass: another loader is asked for a batch than before."""
-        if asked.outer is current and self._end_if_gone(current, asked.start):  # a second `it = iter(loader)`
-            asked.outer = current = self.current
-        if current.outer is asked:
+        if opened.outer is current and self._end_if_deleted(current, opened.start):  # a second `it = iter(loader)`
+            opened.outer = current = self.current
+        if current.outer is opened:
             if not current.trained:
-                asked.phases[_VALIDATION] += at - current.start  # a validation loop that was left before its end
+                opened.phases[_VALIDATION] += at - current.start  # a validation loop that was left before its end
                 self._end_pass(current, at)
             elif current.batches == 1:
-                self._fold(current, asked, at)
-        self._beside = current if current.trained and asked.outer is not current else None
-        self.current = asked
+                self._merge(current, opened, at)
+        self._training_beside = current if current.trained and opened.outer is not current else None
+        self.current = opened
 
-    def got(self, iterator: Any, start: float, end: float) -> None:
+    def batch_received(self, iterator: Any, start: float, end: float) -> None:
         """Register a batch; asking for it took from `start` to `end`."""
-        asked = self._open.get(id(iterator))
-        if asked is None:
+        opened = self._open.get(id(iterator))
+        if opened is None:
             return
-        if not asked.batches:
-            asked.first = end
-            asked.step_start = asked.start
+        if not opened.batches:
+            opened.first = end
+            opened.step_start = opened.start
         else:
-            asked.step_start = start
-        asked.batches += 1
-        asked.phases[_DATA] += end - start
+            opened.step_start = start
+        opened.batches += 1
+        opened.phases[_DATA] += end - start
         if self.listeners:
             self.mark(Phase.DATA, False)
-        if self.may_rest and asked.trained and self.kept.next > self.steps:
-            self._rest(asked)
-        if self._beside is not None and not asked.trained and self._beside.step_start is not None:
-            self._beside.phases[Phase.DATA] += end - start  # zip of two loaders: this one belongs to the other's step
+        if self.may_rest and opened.trained and self.kept.next > self.steps:
+            self._rest(opened)
+        if self._training_beside is not None and not opened.trained and self._training_beside.step_start is not None:
+            # zip of two loaders: this one belongs to the other's step
+            self._training_beside.phases[Phase.DATA] += end - start
 
     def exhausted(self, iterator: Any, at: float) -> None:
         """End a pass: its loader has no more batches."""
-        asked = self._open.get(id(iterator))
-        if asked is None:
+        opened = self._open.get(id(iterator))
+        if opened is None:
             return
         if self.resting is not None:
-            self.wake(over=self.resting is asked)
-        outer = asked.outer
-        if outer is not None and not asked.trained and outer.step_start is not None:
-            outer.phases[Phase.VALIDATION] += at - asked.start
-        self._end_pass(asked, at)
+            self.wake(step_over=self.resting is opened)
+        outer = opened.outer
+        if outer is not None and not opened.trained and outer.step_start is not None:
+            outer.phases[Phase.VALIDATION] += at - opened.start
+        self._end_pass(opened, at)
 
-    def _fold(self, inner: OpenPass, outer: OpenPass, at: float) -> None:
+    def _merge(self, inner: OpenPass, outer: OpenPass, at: float) -> None:
         """Merge a pass of one batch from another loader (`next(iter(other))`) into the step in which it was drawn."""
         outer.phases = [sum(pair) for pair in zip(outer.phases, inner.phases, strict=True)]
         outer.losses += inner.losses
@@ -166,53 +165,53 @@ class Recorder:
         inner.trained = False
         self._end_pass(inner, at)
 
-    def _end_if_gone(self, current: OpenPass, at: float) -> bool:
+    def _end_if_deleted(self, current: OpenPass, at: float) -> bool:
         """End a training pass whose iterator was deleted (`next(iter(loader))`, or a loop left by `break`)."""
-        gone = current is not self._loose and current.trained and current.iterator() is None
-        if gone:
+        deleted = current is not self._loose and current.trained and current.iterator() is None
+        if deleted:
             if current.step_start is not None:
                 self._end_step(current, at)
             self._end_pass(current, at)
-        return gone
+        return deleted
 
-    def _end_pass(self, over: OpenPass, at: float) -> None:
-        if over.ended:
+    def _end_pass(self, finished: OpenPass, at: float) -> None:
+        if finished.ended:
             return
-        over.ended = True
-        for key, opened in list(self._open.items()):
-            if opened is over:
+        finished.ended = True
+        for key, open_pass in list(self._open.items()):
+            if open_pass is finished:
                 del self._open[key]
-        self.passes.append(over.ended_at(at, self.origin))
-        if self.current is over:
-            outer = over.outer
+        self.passes.append(finished.ended_at(at, self.origin))
+        if self.current is finished:
+            outer = finished.outer
             goes_on = outer is not None and not outer.ended and outer.step_start is not None
             self.current = outer if outer is not None and goes_on else self._loose
             if self.current is self._loose:
                 self._loose.step_start = None
         if self.on_pass:
-            self.on_pass(over, False)
+            self.on_pass(finished, False)
 
     # -- rest ----------------------------------------------------------------------------------------
 
     def _rest(self, opened: OpenPass) -> None:
         """Rest in the step that begins and in the following steps of this pass, until a step to keep."""
-        opened.rests_for = self.kept.next - self.steps
-        opened.rest = opened.rests_for - 1
+        opened.rest_length = self.kept.next - self.steps
+        opened.rest_remaining = opened.rest_length - 1
         self.resting = opened
 
-    def wake(self, over: bool = False) -> None:
-        """End the rest, if there is one; `over`: the current step is over, too (else it goes on, and is not kept)."""
+    def wake(self, step_over: bool = False) -> None:
+        """End the rest, if any; `step_over`: the current step ended, too (else it goes on, and is not kept)."""
         rested, self.resting = self.resting, None
         if rested is None:
             return
-        begun = rested.rests_for - rested.rest
-        rested.rest = 0
+        begun = rested.rest_length - rested.rest_remaining
+        rested.rest_remaining = 0
         rested.batches += begun - 1
-        if over:
+        if step_over:
             rested.step_start = None
-        if self._validated:
+        if self._validation_count:
             self._flush_validation()  # the recorder rests only in training steps, so it has trained since
-        if ended := begun if over else begun - 1:
+        if ended := begun if step_over else begun - 1:
             self.kept.put_aside(rested.phases)
             rested.phases, rested.losses, rested.optimizer_steps = [*BLANK], [], 0
             self.steps += ended
@@ -227,14 +226,14 @@ class Recorder:
             return
         if rested is self._loose:
             if self._marker.counts(optimizer):
-                if rested.rest:
-                    rested.rest -= 1
+                if rested.rest_remaining:
+                    rested.rest_remaining -= 1
                 else:
-                    self.wake(over=True)
+                    self.wake(step_over=True)
                     rested.step_start = self.now()
             return
         rested.optimizer_steps += 1
-        if rested.optimizer_steps > STALE_AFTER * (rested.rests_for - rested.rest):
+        if rested.optimizer_steps > STALE_AFTER * (rested.rest_length - rested.rest_remaining):
             self.wake()  # the loader is no longer asked: training continues on a batch that was kept
 
     # -- parts of a step -----------------------------------------------------------------------------
@@ -258,7 +257,7 @@ class Recorder:
         """Register a backward on `losses` (detached, unread)."""
         current = self.current
         self.threads.add(get_ident())
-        if self._validated:
+        if self._validation_count:
             self._flush_validation()
         current.phases[_BACKWARD] += seconds
         if losses:
@@ -271,22 +270,22 @@ class Recorder:
         """Return the sum of the current step's phases, before an optimizer with a closure steps."""
         return sum(self.current.phases)
 
-    def optimizer_step(self, optimizer: int, start: float, end: float, before: float) -> None:
-        """Register an optimizer step. `before`: the result of `optimizer_begins`, so that the closure's forward and
+    def optimizer_step(self, optimizer: int, start: float, end: float, phases_before: float) -> None:
+        """Register an optimizer step. `phases_before`: result of `optimizer_begins`, so that the closure's forward and
         backward are not counted twice; -1 for a step without a closure."""
         self.optimizer_steps[optimizer] = self.optimizer_steps.get(optimizer, 0) + 1
         current = self.current
-        inside = sum(current.phases) - before if before >= 0 else 0.0
-        current.phases[_OPTIMIZER] += max(0.0, end - start - inside)
+        in_closure = sum(current.phases) - phases_before if phases_before >= 0 else 0.0
+        current.phases[_OPTIMIZER] += max(0.0, end - start - in_closure)
         if current is not self._loose:
             current.optimizer_steps += 1
             current.trained = True  # even without a backward: gradients may be set in other ways
-            gone = current.iterator() is None
-            if gone and current.outer is not None and current.outer.step_start is not None:
-                self._fold(current, current.outer, end)
-            elif (gone and optimizer in current.stepped) or current.optimizer_steps > STALE_AFTER:
+            deleted = current.iterator() is None
+            if deleted and current.outer is not None and current.outer.step_start is not None:
+                self._merge(current, current.outer, end)
+            elif (deleted and optimizer in current.stepped) or current.optimizer_steps > STALE_AFTER:
                 self._end_pass(current, end)  # the script keeps one batch and trains on it many times
-            elif gone:
+            elif deleted:
                 current.stepped.add(optimizer)
             return
         if self._marker.counts(optimizer):
@@ -315,8 +314,8 @@ class Recorder:
     def roles(self) -> dict[int, str]:
         """Return the role of each used loader: "train" if a backward was seen between its batches, or "validation"."""
         passes: list[Pass | OpenPass] = [*self.passes, *list(self._open.values())]
-        roles = dict.fromkeys({each.loader for each in passes if each.batches}, "validation")
-        roles.update({each.loader: "train" for each in passes if each.trained})
+        roles = dict.fromkeys({opened.loader for opened in passes if opened.batches}, "validation")
+        roles.update({opened.loader: "train" for opened in passes if opened.trained})
         return roles
 
     def step_in_progress(self) -> int:
@@ -324,7 +323,7 @@ class Recorder:
         if self.current.step_start is None:
             return -1
         rested = self.resting
-        return self.steps if rested is None else self.steps + rested.rests_for - rested.rest - 1
+        return self.steps if rested is None else self.steps + rested.rest_length - rested.rest_remaining - 1
 
     def within_another(self) -> bool:
         """Return whether the last batch came from a loader that is iterated within a step of another loader."""
@@ -332,28 +331,28 @@ class Recorder:
 
     def validation_loss(self, loss: Any) -> None:
         """Add a loss (unread) that was computed in eval mode or without a graph."""
-        self._validation = loss if self._validation is None else self._validation + loss
-        self._validated += 1
+        self._validation_sum = loss if self._validation_sum is None else self._validation_sum + loss
+        self._validation_count += 1
 
-    def _end_step(self, over: OpenPass, at: float) -> None:
-        started, phases = over.step_start, over.phases
+    def _end_step(self, opened: OpenPass, at: float) -> None:
+        started, phases = opened.step_start, opened.phases
         assert started is not None
-        over.step_start = None
-        over.optimizer_steps = 0
-        if over.trained or over is self._loose:
-            spare = at - started - sum(phases)
-            if spare >= 0:
-                phases[_OTHER] += spare
+        opened.step_start = None
+        opened.optimizer_steps = 0
+        if opened.trained or opened is self._loose:
+            unaccounted = at - started - sum(phases)
+            if unaccounted >= 0:
+                phases[_OTHER] += unaccounted
             else:
                 phases = adding_up(phases, at - started)
-            self.last = phases, over.losses
-            self.kept.add(self.steps, started - self.origin, phases, over.losses)
+            self.last = phases, opened.losses
+            self.kept.add(self.steps, started - self.origin, phases, opened.losses)
             self.steps += 1
             if self.on_step:
                 self.on_step(self.steps)
-        over.phases, over.losses = [*BLANK], []
+        opened.phases, opened.losses = [*BLANK], []
 
-    def measured(self, step: int, start: float, phases: list[float]) -> None:
+    def replace_times(self, step: int, start: float, phases: list[float]) -> None:
         """Replace a step's times by those of a clock on the GPU; on the CPU only the launches of its work are timed.
 
         Args:
@@ -361,11 +360,11 @@ class Recorder:
             start: When it began, in seconds on this recorder's clock.
             phases: Seconds by `Phase`, which add up to the step.
         """
-        self.kept.measured(step, start - self.origin, phases)
+        self.kept.replace_times(step, start - self.origin, phases)
 
     def _flush_validation(self) -> None:
-        self.validations.append((self.steps, self._validation, self._validated, self.now() - self.origin))
-        self._validation, self._validated = None, 0
+        self.validations.append((self.steps, self._validation_sum, self._validation_count, self.now() - self.origin))
+        self._validation_sum, self._validation_count = None, 0
 
     def so_far(self) -> Recorder:
         """Return a closed recorder with everything recorded so far; this one continues without its listeners.
@@ -375,14 +374,14 @@ class Recorder:
         for callback in self.on_close:
             callback()
         self.on_close, self.listeners = [], []
-        other = copy.copy(self)
-        other.kept = self.kept.so_far()
-        other.passes, other.validations = list(self.passes), list(self.validations)
-        other.optimizer_steps, other.threads = dict(self.optimizer_steps), set(self.threads)
-        other._open = {key: copy.copy(opened) for key, opened in self._open.items()}
-        other.on_step = other.on_pass = None
-        other.close()
-        return other
+        copied = copy.copy(self)
+        copied.kept = self.kept.so_far()
+        copied.passes, copied.validations = list(self.passes), list(self.validations)
+        copied.optimizer_steps, copied.threads = dict(self.optimizer_steps), set(self.threads)
+        copied._open = {key: copy.copy(opened) for key, opened in self._open.items()}
+        copied.on_step = copied.on_pass = None
+        copied.close()
+        return copied
 
     def close(self) -> None:
         """End the recording: end the rest and the open passes."""
@@ -390,7 +389,7 @@ class Recorder:
             callback()
         at = self.now()
         self.wake()
-        if self._validated:
+        if self._validation_count:
             self._flush_validation()
         if not self.steps:
             self.unfinished = first_step_so_far(self.current, at) or self.unfinished

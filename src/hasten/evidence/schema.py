@@ -328,11 +328,11 @@ def read_evidence(path: Path) -> Evidence:
 
 def misfit(evidence: Evidence) -> str:
     """Return how the fields of a run's steps contradict each other, or ""."""
-    many = len(evidence.step_start)
+    count = len(evidence.step_start)
     for name in ("step_phases", "losses", "numbers"):
         length = len(getattr(evidence, name))
-        if length != many and (length or name != "numbers"):
-            return f"{name} has {length} entries, step_start {many}"
+        if length != count and (length or name != "numbers"):
+            return f"{name} has {length} entries, step_start {count}"
     rows = {"step_phases": evidence.step_phases, "aside": (evidence.aside,), "unfinished": (evidence.unfinished,)}
     for name, all_phases in rows.items():
         for phases in all_phases:

@@ -61,7 +61,7 @@ class KeptSteps:
         for phase in ASIDE:
             self.aside[phase] += phases[phase]
 
-    def measured(self, number: int, start: float, phases: list[float]) -> None:
+    def replace_times(self, number: int, start: float, phases: list[float]) -> None:
         """Replace a step's times by those of a better clock; nothing happens if the step is not kept."""
         if (index := self.index_of(number)) is not None:
             self.start[index] = start
@@ -85,10 +85,10 @@ class KeptSteps:
 
     def so_far(self) -> KeptSteps:
         """Return a copy of the steps until now, which further steps do not change."""
-        other = copy.copy(self)
-        other.numbers, other.start, other.losses = list(self.numbers), list(self.start), list(self.losses)
-        other.phases, other.aside = list(self.phases), list(self.aside)
-        return other
+        copied = copy.copy(self)
+        copied.numbers, copied.start, copied.losses = list(self.numbers), list(self.start), list(self.losses)
+        copied.phases, copied.aside = list(self.phases), list(self.aside)
+        return copied
 
     def fields(self) -> dict[str, Any]:
         """Return the evidence's fields with the kept steps, except losses (see `read_losses`)."""
@@ -102,11 +102,11 @@ class KeptSteps:
 
     def _thin_out(self) -> None:
         """Join groups in pairs, and keep one step of each pair; the run's first step, a special one, always stays."""
-        stay = [0, *(first + self._random.getrandbits(1) for first in range(2, len(self.numbers), 2))]
-        for index in set(range(len(self.numbers))).difference(stay):
+        kept = [0, *(first + self._random.getrandbits(1) for first in range(2, len(self.numbers), 2))]
+        for index in set(range(len(self.numbers))).difference(kept):
             self.put_aside(self.phases[index])
-        self.numbers = [self.numbers[index] for index in stay]
-        self.start = [self.start[index] for index in stay]
-        self.phases = [self.phases[index] for index in stay]
-        self.losses = [self.losses[index] for index in stay]
+        self.numbers = [self.numbers[index] for index in kept]
+        self.start = [self.start[index] for index in kept]
+        self.phases = [self.phases[index] for index in kept]
+        self.losses = [self.losses[index] for index in kept]
         self.every *= 2

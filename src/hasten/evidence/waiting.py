@@ -50,9 +50,9 @@ def loader_index(evidence: Evidence, loader: LoaderFacts) -> int:
 
 def ordinary_steps(evidence: Evidence) -> list[int]:
     """Return the indices of the steady steps that do not begin a pass; of all steady steps if each begins one."""
-    begun = {over.start for over in evidence.passes if over.trained}
+    first_step_starts = {data_pass.start for data_pass in evidence.passes if data_pass.trained}
     steady = evidence.steady()
-    return [step for step in steady if evidence.step_start[step] not in begun] or steady
+    return [step for step in steady if evidence.step_start[step] not in first_step_starts] or steady
 
 
 def ordinary_wait(evidence: Evidence) -> float:
@@ -135,13 +135,13 @@ def stretch(evidence: Evidence) -> float:
 def epoch_start(evidence: Evidence, loader: LoaderFacts) -> EpochStart | None:
     """Return the start of passes through a loader; None if there was only one pass."""
     index = loader_index(evidence, loader)
-    passes = [over for over in evidence.passes if over.loader == index and over.batches]
+    passes = [data_pass for data_pass in evidence.passes if data_pass.loader == index and data_pass.batches]
     later = passes[1:]
     epoch = (passes[-1].start - passes[0].start) / len(later) if later else 0.0
     if epoch <= 0:
         return None
-    opening = [max(0.0, over.opened - over.start) for over in later]
-    waiting = [max(0.0, over.first - max(over.opened, over.start)) for over in later]
+    opening = [max(0.0, data_pass.opened - data_pass.start) for data_pass in later]
+    waiting = [max(0.0, data_pass.first - max(data_pass.opened, data_pass.start)) for data_pass in later]
     return EpochStart(len(later), sum(opening) / len(later), sum(waiting) / len(later), epoch)
 
 
@@ -155,9 +155,9 @@ def device_busy(evidence: Evidence) -> float | None:
 
     It is the greater of the values from the profiler, under which the CPU is slower, and from NVML.
     """
-    seen = [evidence.sampled.device_busy] if evidence.sampled and evidence.sampled.device_busy is not None else []
-    seen += [busy for gpu in evidence.used.gpus[:1] if (busy := mean_during(evidence, gpu.busy)) is not None]
-    return max(seen) if seen else None
+    shares = [evidence.sampled.device_busy] if evidence.sampled and evidence.sampled.device_busy is not None else []
+    shares += [busy for gpu in evidence.used.gpus[:1] if (busy := mean_during(evidence, gpu.busy)) is not None]
+    return max(shares) if shares else None
 
 
 def waits_for_gpu(evidence: Evidence) -> list[Event]:

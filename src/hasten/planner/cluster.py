@@ -77,7 +77,7 @@ def plan(
     evidence: Evidence,
     devices: Sequence[int],
     network: Network,
-    given: JobOverrides,
+    overrides: JobOverrides,
     memory: int | None = None,
     price: float | None = None,
 ) -> ClusterPlan:
@@ -87,32 +87,39 @@ def plan(
         evidence: Evidence of a run on one device.
         devices: Numbers of devices to predict for.
         network: Network between the devices.
-        given: Values that the evidence lacks.
+        overrides: Values that the evidence lacks.
         memory: Memory of a device in bytes.
         price: Price of a device per hour.
 
     Raises:
         HastenError: The evidence does not suffice, or the batch cannot be divided among any of the numbers of devices.
     """
-    job, assumed = job_of(evidence, given)
+    job, assumed = job_of(evidence, overrides)
     rows = [_row(job, job, 1, MEASURED, _measured(job), memory, price)]
     left_out: dict[str, None] = {}
     for count in sorted(set(devices) - {1}):
         try:
-            share = job.shared(count) if given.batch == "global" else job
+            share = job.shared(count) if overrides.batch == "global" else job
         except HastenError as error:
             left_out[error.message] = None
             continue
         for name, cost_of in STRATEGIES.items():
             cost = cost_of(share, count, network)
             if cost is None:
-                left_out[_why(name)] = None
+                left_out[_why_left_out(name)] = None
             else:
                 rows.append(_row(job, share, count, name, cost, memory, price))
     if len(rows) == 1 and left_out:
         raise HastenError("; ".join(left_out), "name fewer devices, or --batch per-device")
     return ClusterPlan(
-        job, network, given.batch, memory, price, tuple(rows), (*assumed, *_further(job, given), *ALWAYS), (*left_out,)
+        job,
+        network,
+        overrides.batch,
+        memory,
+        price,
+        tuple(rows),
+        (*assumed, *_job_assumptions(job, overrides), *ALWAYS),
+        (*left_out,),
     )
 
 
@@ -121,27 +128,29 @@ def _measured(job: Job) -> Cost:
     return Cost(job.step, 0.0, 0.0, 0.0, job.parameters + job.gradients + job.states)
 
 
-def _row(one: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: int | None, price: float | None) -> Row:
+def _row(
+    single: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: int | None, price: float | None
+) -> Row:
     """Return a row of the plan.
 
     Args:
-        one: The job on one device.
-        share: The job of each of the devices; `one` itself under weak scaling.
+        single: The job on one device.
+        share: The job of each of the devices; `single` itself under weak scaling.
         devices: Number of devices.
         strategy: Name of the strategy.
         cost: Cost of a step.
         memory: Memory of a device in bytes.
         price: Price of a device per hour.
     """
-    peak = None if share.beside is None else cost.held + share.beside
+    peak = None if share.beside is None else cost.memory + share.beside
     if strategy == MEASURED:
-        peak = one.peak
+        peak = single.peak
     # When devices share a batch, a step takes the batch's samples, also if the shares are uneven: not the number of
     # devices times the largest share.
-    many = 1 if share is not one else devices
-    samples = one.batch_size * one.batches * many if one.batch_size else None
+    scale = 1 if share is not single else devices
+    samples = single.batch_size * single.batches * scale if single.batch_size else None
     rate = samples / cost.step if samples else None
-    seconds = math.ceil(one.samples / samples) * cost.step if samples and one.samples else None
+    seconds = math.ceil(single.samples / samples) * cost.step if samples and single.samples else None
     return Row(
         devices=devices,
         strategy=strategy,
@@ -151,14 +160,14 @@ def _row(one: Job, share: Job, devices: int, strategy: str, cost: Cost, memory: 
         sent_bytes=round(cost.sent),
         memory_bytes=peak,
         fits=None if peak is None or memory is None else peak <= memory,
-        efficiency=one.step / cost.step * many / devices,
+        efficiency=single.step / cost.step * scale / devices,
         samples_per_second=rate,
         seconds=seconds,
         cost=None if seconds is None or price is None else seconds / 3600 * devices * price,
     )
 
 
-def _why(strategy: str) -> str:
+def _why_left_out(strategy: str) -> str:
     """Return why a strategy was left out."""
     return {
         "ddp-16-bit": "ddp-16-bit: gradients have 16 bits already",
@@ -168,14 +177,14 @@ def _why(strategy: str) -> str:
     }[strategy]
 
 
-def _further(job: Job, given: JobOverrides) -> list[str]:
+def _job_assumptions(job: Job, overrides: JobOverrides) -> list[str]:
     """Return the assumptions that are specific to this job."""
     lines = []
-    if given.batch == "global":
+    if overrides.batch == "global":
         lines.append("a share of a batch takes its share of the time to load, copy and compute: small ones take more")
         if job.beside is not None:
-            of_it = "its share of" if job.on_gpu else "all of"
-            lines.append(f"a share of a batch needs {of_it} the memory beside parameters, gradients and states")
+            portion = "its share of" if job.on_gpu else "all of"
+            lines.append(f"a share of a batch needs {portion} the memory beside parameters, gradients and states")
         if job.batch_size is None:
             lines.append("every number of devices can share the batch: its size is not known (--batch-size)")
     if job.units is not None:
@@ -185,22 +194,22 @@ def _further(job: Job, given: JobOverrides) -> list[str]:
     return lines
 
 
-def as_json(found: ClusterPlan, source: str) -> dict[str, Any]:
+def as_json(plan: ClusterPlan, source: str) -> dict[str, Any]:
     """Return a plan as plain data, for a JSON file. Times are in seconds, sizes in bytes; null: not known.
 
     Args:
-        found: The plan.
+        plan: The plan.
         source: Name of the evidence.
     """
     return {
         "schema": SCHEMA,
         "evidence": source,
-        "measured": {**asdict(found.job), "step": found.job.step},
-        "network": asdict(found.network),
-        "batch": found.batch,
-        "memory_bytes": found.memory,
-        "price": found.price,
-        "rows": [asdict(row) for row in found.rows],
-        "assumed": list(found.assumed),
-        "left_out": list(found.left_out),
+        "measured": {**asdict(plan.job), "step": plan.job.step},
+        "network": asdict(plan.network),
+        "batch": plan.batch,
+        "memory_bytes": plan.memory,
+        "price": plan.price,
+        "rows": [asdict(row) for row in plan.rows],
+        "assumed": list(plan.assumed),
+        "left_out": list(plan.left_out),
     }

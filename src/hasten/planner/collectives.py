@@ -37,8 +37,8 @@ def all_reduce(size: float, ranks: int, network: Network) -> float:
     """Return the seconds of an all-reduce of `size` bytes by the network's algorithm; 0 for one rank or no bytes."""
     if ranks == 1 or size <= 0:
         return 0.0
-    both = {"ring": _ring(size, ranks, network), "tree": _tree(size, ranks, network)}
-    return both.get(network.algorithm, min(both.values()))
+    seconds = {"ring": _ring(size, ranks, network), "tree": _tree(size, ranks, network)}
+    return seconds.get(network.algorithm, min(seconds.values()))
 
 
 def _ring(size: float, ranks: int, network: Network) -> float:

@@ -11,7 +11,7 @@ from hasten.evidence import Evidence, Layer, ModelFacts, OptimizerFacts, Phase
 from hasten.evidence.weigh import on_gpu, steady_seconds
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_KEEPS = {
+_NUMBERS_KEPT = {
     "Adam": 2,
     "AdamW": 2,
     "NAdam": 2,
@@ -123,26 +123,26 @@ class Job:
         return dataclasses.replace(self, **parts, beside=beside)
 
 
-def job_of(evidence: Evidence, given: JobOverrides) -> tuple[Job, list[str]]:
+def job_of(evidence: Evidence, overrides: JobOverrides) -> tuple[Job, list[str]]:
     """Return the step that a run measured, and the assumptions made for it, in words.
 
     Raises:
         HastenError: The evidence has no steady step, is of several processes, or lacks something that cannot be
             assumed.
     """
-    _refuse(evidence)
+    _check(evidence)
     assumed: list[str] = []
     numels, trained, number = _parameters(evidence, assumed)
     batches = _batches(evidence, assumed)
-    states = _states(evidence, given, trained, number)
+    states = _states(evidence, overrides, trained, number)
     gpu = on_gpu(evidence)
     peak = evidence.peak_gpu_bytes if gpu else evidence.peak_memory_bytes or None
-    beside = _beside(given, peak, numels * number + trained * number + states, assumed)
+    beside = _further_memory(overrides, peak, numels * number + trained * number + states, assumed)
     shapes = tuple(shape for optimizer in evidence.optimizers for shape in optimizer.shapes)
     if sum(map(math.prod, shapes)) != trained:
         shapes = ()
         assumed.append("gradients come in even parts: the evidence has no shape of each parameter")
-    batch_size, samples = _samples(evidence, given)
+    batch_size, samples = _samples(evidence, overrides)
     if gpu and not evidence.device_clock:
         assumed.append("forward and backward take the GPU as long as the calls that start them: it had no clock")
     mean = evidence.mean
@@ -161,7 +161,7 @@ def job_of(evidence: Evidence, given: JobOverrides) -> tuple[Job, list[str]]:
         peak=peak,
         number=number,
         shapes=shapes,
-        units=given.units or _units(evidence.layers),
+        units=overrides.units or _units(evidence.layers),
         batch_size=batch_size,
         samples=samples,
         on_gpu=gpu,
@@ -169,7 +169,7 @@ def job_of(evidence: Evidence, given: JobOverrides) -> tuple[Job, list[str]]:
     return job, assumed
 
 
-def _refuse(evidence: Evidence) -> None:
+def _check(evidence: Evidence) -> None:
     """Raise a HastenError for evidence that no plan can be made from."""
     if evidence.flags.distributed > 1:
         raise HastenError(
@@ -200,13 +200,13 @@ def _parameters(evidence: Evidence, assumed: list[str]) -> tuple[int, int, int]:
             )
         assumed.append("parameters are those of the optimizers, in float32: no call of a model was seen")
         return count, count, 4
-    kinds = {model.dtype for model in models}
-    known = [_BYTES[kind] for kind in sorted(kinds) if kind in _BYTES]
-    if not known or len(kinds) > 1:
-        types = ", ".join(sorted(kind or "unknown" for kind in kinds))
-        assumed.append(f"each parameter takes {max(known, default=4)} bytes (types: {types})")
+    dtypes = {model.dtype for model in models}
+    widths = [_BYTES[kind] for kind in sorted(dtypes) if kind in _BYTES]
+    if not widths or len(dtypes) > 1:
+        types = ", ".join(sorted(kind or "unknown" for kind in dtypes))
+        assumed.append(f"each parameter takes {max(widths, default=4)} bytes (types: {types})")
     counts = sum(model.parameters for model in models), sum(model.trained_parameters for model in models)
-    return *counts, max(known, default=4)
+    return *counts, max(widths, default=4)
 
 
 def _batches(evidence: Evidence, assumed: list[str]) -> int:
@@ -221,14 +221,14 @@ def _batches(evidence: Evidence, assumed: list[str]) -> int:
     return batches
 
 
-def _states(evidence: Evidence, given: JobOverrides, trained: int, number: int) -> int:
+def _states(evidence: Evidence, overrides: JobOverrides, trained: int, number: int) -> int:
     """Return the size of the optimizer state in bytes.
 
     Raises:
         HastenError: An optimizer is not known, and the user did not give its size.
     """
-    if given.state is not None:
-        return round(trained * given.state)
+    if overrides.state is not None:
+        return round(trained * overrides.state)
     if not evidence.optimizers:
         raise HastenError("the evidence has no optimizer", "say what it keeps: --optimizer-bytes 8 (a parameter)")
     if len(evidence.optimizers) == 1:
@@ -242,7 +242,7 @@ def numbers_kept(optimizer: OptimizerFacts) -> int:
     Raises:
         HastenError: The optimizer is not known.
     """
-    if optimizer.name not in _KEEPS:
+    if optimizer.name not in _NUMBERS_KEPT:
         raise HastenError(
             f"what {optimizer.name} keeps for each parameter is not known",
             "say it: --optimizer-bytes 8 (AdamW in float32 keeps 8 bytes a parameter, SGD with momentum 4)",
@@ -250,26 +250,26 @@ def numbers_kept(optimizer: OptimizerFacts) -> int:
     options = optimizer.options
     momentum = optimizer.name in {"SGD", "RMSprop"} and bool(options.get("momentum"))
     further = bool(options.get("amsgrad")) + bool(options.get("centered"))
-    return _KEEPS[optimizer.name] + momentum + further
+    return _NUMBERS_KEPT[optimizer.name] + momentum + further
 
 
-def _beside(given: JobOverrides, peak: int | None, held: int, assumed: list[str]) -> int | None:
-    """Return the bytes that a step needs in addition to parameters, gradients and optimizer state (`held`)."""
-    if given.activations is not None:
-        return given.activations
+def _further_memory(overrides: JobOverrides, peak: int | None, known_bytes: int, assumed: list[str]) -> int | None:
+    """Return the bytes that a step needs in addition to parameters, gradients and optimizer state (`known_bytes`)."""
+    if overrides.activations is not None:
+        return overrides.activations
     if peak is None:
         return None
-    if peak < held:
+    if peak < known_bytes:
         assumed.append("activations take no memory: the measured peak is below what parameters and states come to")
-    return max(0, peak - held)
+    return max(0, peak - known_bytes)
 
 
-def _samples(evidence: Evidence, given: JobOverrides) -> tuple[int | None, int | None]:
+def _samples(evidence: Evidence, overrides: JobOverrides) -> tuple[int | None, int | None]:
     """Return the number of samples in a batch, and the number to predict time and cost for."""
     loader = evidence.train_loader
-    size = given.batch_size or (loader.batch_size if loader else None)
-    if given.samples is not None or loader is None:
-        return size, given.samples
+    size = overrides.batch_size or (loader.batch_size if loader else None)
+    if overrides.samples is not None or loader is None:
+        return size, overrides.samples
     if loader.samples is not None:
         return size, loader.samples
     return size, loader.batches * size if loader.batches and size else None
@@ -285,7 +285,7 @@ def _units(layers: tuple[Layer, ...]) -> int | None:
     entries: dict[str, set[str]] = {}
     for layer in layers:
         parts = layer.path.split(".")
-        place = next((at for at, part in enumerate(parts[:-1]) if part.isdigit()), None)
-        if place is not None:
-            entries.setdefault(".".join(parts[:place]), set()).add(parts[place])
+        position = next((index for index, part in enumerate(parts[:-1]) if part.isdigit()), None)
+        if position is not None:
+            entries.setdefault(".".join(parts[:position]), set()).add(parts[position])
     return 1 + sum(len(indices) for indices in entries.values() if len(indices) > 1)

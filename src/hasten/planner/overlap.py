@@ -12,23 +12,23 @@ RUN_BUCKET = 1 << 25
 """Bytes per all-reduce under `hasten run --devices`."""
 
 
-def buckets(sizes: Iterable[int], first: int, others: int) -> list[list[int]]:
+def buckets(sizes: Iterable[int], first: int, later: int) -> list[list[int]]:
     """Return the buckets, as lists of indices into `sizes`. A bucket ends with the gradient that fills it.
 
     Args:
         sizes: Bytes of the gradients, in the order they become ready.
         first: Bytes that fill the first bucket.
-        others: Bytes that fill each of the others.
+        later: Bytes that fill each of the others.
     """
     result: list[list[int]] = []
     bucket: list[int] = []
-    held = 0
-    for place, size in enumerate(sizes):
-        bucket.append(place)
-        held += size
-        if held >= (others if result else first):
+    filled = 0
+    for index, size in enumerate(sizes):
+        bucket.append(index)
+        filled += size
+        if filled >= (later if result else first):
             result.append(bucket)
-            bucket, held = [], 0
+            bucket, filled = [], 0
     return [*result, bucket] if bucket else result
 
 
@@ -44,10 +44,10 @@ def behind_backward(sizes: Sequence[float], seconds: Callable[[float], float], b
         seconds: Function that returns the seconds to exchange a bucket of a given size.
         backward: Seconds of the backward.
     """
-    total, done, free = sum(sizes), 0.0, 0.0
+    total, ready_bytes, free = sum(sizes), 0.0, 0.0
     for size in sizes:
-        done += size
-        ready = backward * done / total
+        ready_bytes += size
+        ready = backward * ready_bytes / total
         free = max(ready, free) + seconds(size)
     return max(0.0, free - backward)
 
@@ -63,8 +63,8 @@ def unit_forward(units: int, forward: float, gather: float) -> float:
         forward: Seconds of the whole forward.
         gather: Seconds to gather one unit.
     """
-    own = forward / units
-    return gather + (units - 1) * max(own, gather) + own
+    compute = forward / units
+    return gather + (units - 1) * max(compute, gather) + compute
 
 
 def unit_backward(units: int, backward: float, gather: float, reduce: float) -> float:
@@ -79,10 +79,10 @@ def unit_backward(units: int, backward: float, gather: float, reduce: float) -> 
         gather: Seconds to gather one unit.
         reduce: Seconds to reduce one unit's gradients; 0 while they are only accumulated.
     """
-    own = backward / units
+    compute = backward / units
     if units == 1:
-        return own + reduce
-    return max(own, gather) + (units - 2) * max(own, gather + reduce) + max(own, reduce) + reduce
+        return compute + reduce
+    return max(compute, gather) + (units - 2) * max(compute, gather + reduce) + max(compute, reduce) + reduce
 
 
 def loads(numels: Iterable[int], ranks: int) -> list[int]:

@@ -32,14 +32,14 @@ class Cost:
         exchange: Seconds of communication.
         waits: Seconds of communication that do not overlap with computation.
         sent: Bytes that each device sends.
-        held: Bytes of parameters, gradients, optimizer state and communication buffers, without activations.
+        memory: Bytes of parameters, gradients, optimizer state and communication buffers, without activations.
     """
 
     step: float
     exchange: float
     waits: float
     sent: float
-    held: int
+    memory: int
 
 
 def after_backward(job: Job, ranks: int, network: Network) -> Cost:
@@ -49,8 +49,8 @@ def after_backward(job: Job, ranks: int, network: Network) -> Cost:
     """
     sizes = _sums(job, RUN_BUCKET, RUN_BUCKET)
     exchange = job.batches * sum(all_reduce(size, ranks, network) for size in (_MEETING, *sizes))
-    held = job.parameters + job.gradients + job.states + round(max(sizes))
-    return Cost(job.step + exchange, exchange, exchange, job.batches * ring_bytes(job.gradients, ranks), held)
+    memory = job.parameters + job.gradients + job.states + round(max(sizes))
+    return Cost(job.step + exchange, exchange, exchange, job.batches * ring_bytes(job.gradients, ranks), memory)
 
 
 def ddp(job: Job, ranks: int, network: Network) -> Cost:
@@ -66,14 +66,14 @@ def ddp_16_bits(job: Job, ranks: int, network: Network) -> Cost | None:
     return _ddp(job, ranks, network, 2 / job.number) if job.number > 2 else None
 
 
-def _ddp(job: Job, ranks: int, network: Network, part: float) -> Cost:
-    """Return the cost under DDP if gradients are sent in `part` of their bytes."""
-    sizes = [size * part for size in _sums(job, FIRST_BUCKET, BUCKET)]
+def _ddp(job: Job, ranks: int, network: Network, fraction: float) -> Cost:
+    """Return the cost under DDP if gradients are sent in `fraction` of their bytes."""
+    sizes = [size * fraction for size in _sums(job, FIRST_BUCKET, BUCKET)]
     exchange = sum(all_reduce(size, ranks, network) for size in sizes)
     waits = behind_backward(sizes, lambda size: all_reduce(size, ranks, network), job.backward)
-    copy = round(job.gradients * part) if part < 1 else 0
-    held = job.parameters + job.gradients + job.states + copy
-    return Cost(job.step + waits, exchange, waits, ring_bytes(job.gradients * part, ranks), held)
+    copy = round(job.gradients * fraction) if fraction < 1 else 0
+    memory = job.parameters + job.gradients + job.states + copy
+    return Cost(job.step + waits, exchange, waits, ring_bytes(job.gradients * fraction, ranks), memory)
 
 
 def powersgd(job: Job, ranks: int, network: Network) -> Cost | None:
@@ -87,19 +87,21 @@ def powersgd(job: Job, ranks: int, network: Network) -> Cost | None:
     exchange, numbers, wide = 0.0, 0, 0
     shapes = list(reversed(job.shapes))
     for bucket in buckets(job.sizes, FIRST_BUCKET, BUCKET):
-        left = right = 0  # numbers of the two messages: P and what is not compressed, then Q
-        for place in bucket:
-            rows = shapes[place][0] if shapes[place] else 1
-            numel = math.prod(shapes[place])
+        first_message = second_message = 0  # numbers of the two messages: P and what is not compressed, then Q
+        for index in bucket:
+            rows = shapes[index][0] if shapes[index] else 1
+            numel = math.prod(shapes[index])
             columns = numel // max(1, rows)
-            if len(shapes[place]) < 2 or _POWERSGD_RANK * (rows + columns) >= numel:
-                left += numel
+            if len(shapes[index]) < 2 or _POWERSGD_RANK * (rows + columns) >= numel:
+                first_message += numel
             else:
-                left, right, wide = left + _POWERSGD_RANK * rows, right + _POWERSGD_RANK * columns, wide + numel
-        exchange += sum(all_reduce(4 * part, ranks, network) for part in (left, right))
-        numbers += left + right
-    held = job.parameters + job.gradients + job.states + 4 * wide  # PowerSGD stores the errors in float32
-    return Cost(job.step + exchange, exchange, exchange, ring_bytes(4 * numbers, ranks), held)
+                first_message += _POWERSGD_RANK * rows
+                second_message += _POWERSGD_RANK * columns
+                wide += numel
+        exchange += sum(all_reduce(4 * part, ranks, network) for part in (first_message, second_message))
+        numbers += first_message + second_message
+    memory = job.parameters + job.gradients + job.states + 4 * wide  # PowerSGD stores the errors in float32
+    return Cost(job.step + exchange, exchange, exchange, ring_bytes(4 * numbers, ranks), memory)
 
 
 def zero1(job: Job, ranks: int, network: Network) -> Cost:
@@ -112,10 +114,10 @@ def zero1(job: Job, ranks: int, network: Network) -> Cost:
     total = job.gradients // job.number
     owned = loads(map(math.prod, job.shapes), ranks) if job.shapes else [math.ceil(total / ranks)] * ranks
     largest = max(owned) / total
-    sending = sum(broadcast(part * job.number, ranks, network) for part in owned)
-    held = job.parameters + job.gradients + round(job.states * largest) + max(owned) * job.number
+    sending = sum(broadcast(numbers * job.number, ranks, network) for numbers in owned)
+    memory = job.parameters + job.gradients + round(job.states * largest) + max(owned) * job.number
     step = plain.step - job.optimizer * (1 - largest) + sending
-    return Cost(step, plain.exchange + sending, plain.waits + sending, plain.sent + max(owned) * job.number, held)
+    return Cost(step, plain.exchange + sending, plain.waits + sending, plain.sent + max(owned) * job.number, memory)
 
 
 def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
@@ -141,20 +143,20 @@ def fsdp(job: Job, ranks: int, network: Network) -> Cost | None:
     # and of the one that is being reduced.
     gathered = min(3, units) / units * job.parameters + min(2, units) / units * job.gradients
     accumulated = job.gradients if job.batches > 1 else job.gradients / ranks  # unsharded while they are accumulated
-    held = math.ceil((job.parameters + job.states) / ranks + accumulated + gathered)
+    memory = math.ceil((job.parameters + job.states) / ranks + accumulated + gathered)
     step = job.step + waits - job.optimizer * share
-    return Cost(step, gathers * gather + units * reduce, waits, sent, held)
+    return Cost(step, gathers * gather + units * reduce, waits, sent, memory)
 
 
-def _sums(job: Job, first: int, others: int) -> list[float]:
+def _sums(job: Job, first: int, later: int) -> list[float]:
     """Return the bytes of each bucket; of equal size, after the first, if the shapes are not known."""
     sizes = job.sizes
     if job.shapes:
-        return [float(sum(sizes[place] for place in bucket)) for bucket in buckets(sizes, first, others)]
+        return [float(sum(sizes[index] for index in bucket)) for bucket in buckets(sizes, first, later)]
     if job.gradients <= first:
         return [float(job.gradients)]
-    many = math.ceil((job.gradients - first) / others)
-    return [float(first)] + [(job.gradients - first) / many] * many
+    count = math.ceil((job.gradients - first) / later)
+    return [float(first)] + [(job.gradients - first) / count] * count
 
 
 STRATEGIES: dict[str, Callable[[Job, int, Network], Cost | None]] = {

@@ -57,7 +57,7 @@ class Built:
     def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
         """Return an optimizer's facts; for a deleted optimizer those read earlier, or None if there are none."""
         rates = self._session.rates.get(key)
-        rates = rates if rates and rates.held is held else None
+        rates = rates if rates and rates.reference is held else None
         steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
         if optimizer is not None:
             return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), rates)

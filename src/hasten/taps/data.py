@@ -141,12 +141,12 @@ def _tap_iterator(kind: Any, session: Session) -> None:
         if recorder is None:
             return give(self)
         # The recorder rests in steps of a long run that are not kept: such a batch is only counted.
-        if (resting := recorder.resting) is not None and resting.rest and resting.iterator() is self:
-            resting.rest -= 1
+        if (resting := recorder.resting) is not None and resting.rest_remaining and resting.iterator() is self:
+            resting.rest_remaining -= 1
             try:
                 return give(self)
             except BaseException as error:  # no batch came: undo the count
-                resting.rest += 1
+                resting.rest_remaining += 1
                 if isinstance(error, StopIteration):
                     recorder.exhausted(self, recorder.now())
                 raise
@@ -155,13 +155,13 @@ def _tap_iterator(kind: Any, session: Session) -> None:
             return give(self)
         now = recorder.now
         start = now()
-        recorder.asks(self, start)
+        recorder.batch_requested(self, start)
         try:
             batch = give(self)
         except StopIteration:
             recorder.exhausted(self, now())
             raise
-        recorder.got(self, start, now())
+        recorder.batch_received(self, start, now())
         built = loaders[loader]
         if built.look_in:
             built.look_in -= 1

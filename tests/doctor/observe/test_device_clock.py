@@ -90,10 +90,10 @@ class Gpu:
         loader = loader or self.Loader()
         self.recorder.pass_begins(0, loader, self.now, self.now)
         for step in range(steps):
-            self.recorder.asks(loader, self.now)
+            self.recorder.batch_requested(loader, self.now)
             start = self.now
             self.now += wait
-            self.recorder.got(loader, start, self.now)
+            self.recorder.batch_received(loader, start, self.now)
             if step == validate:
                 self.queue(Phase.VALIDATION, work)
             self.queue(Phase.FORWARD, work / 3)
@@ -101,7 +101,7 @@ class Gpu:
             self.queue(Phase.OPTIMIZER, 0.001)
             if sync:
                 self.now = max(self.now, self.free)
-        self.recorder.asks(loader, self.now)
+        self.recorder.batch_requested(loader, self.now)
         self.recorder.exhausted(loader, self.now)
 
     class Loader:

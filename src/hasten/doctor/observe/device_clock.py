@@ -215,7 +215,7 @@ class DeviceClock:
             else:  # first step of a pass: the loader was started before the first event; that is data wait too
                 start = max(recorder.kept.start[index] + recorder.origin, self._last_end)
                 phases[Phase.DATA] += max(0.0, step.at - start)
-            recorder.measured(step.number, start, phases)
+            recorder.replace_times(step.number, start, phases)
             self._last_number, self._last_end = step.number, start + sum(phases)
             self._corrected += 1
         self._pool += [event for _, event in step.marks]

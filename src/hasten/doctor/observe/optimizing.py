@@ -90,7 +90,7 @@ class Rates:
         if registered is None:
             return None
         rates = self._session.rates.get(key)
-        if rates is None or rates.held is not registered[0]:  # the id of a deleted optimizer was reused
+        if rates is None or rates.reference is not registered[0]:  # the id of a deleted optimizer was reused
             rates = self._session.rates[key] = LearningRates(registered[0])
         return rates
 

@@ -80,17 +80,17 @@ class StepClock(Callback):
         recorder = self.recorder
         if recorder is None:
             return None
-        if (resting := recorder.resting) is not None and resting.rest:
-            resting.rest -= 1
+        if (resting := recorder.resting) is not None and resting.rest_remaining:
+            resting.rest_remaining -= 1
             return None
         now = perf_counter()
         self._saving = 0.0  # a save between epochs or within validation is no part of this step
         if self._pass is None:  # an epoch resumed from a checkpoint gets no on_train_epoch_start
             self._begin_pass(recorder)
-        recorder.asks(
+        recorder.batch_requested(
             self._pass, self._mark
         )  # the Recorder may switch techniques here; that time is no part of the wait
-        recorder.got(self._pass, self._mark, now)
+        recorder.batch_received(self._pass, self._mark, now)
         self._since = perf_counter()
         if self._model is None:
             self._model = ModelWatch(module, tuple(batch) if isinstance(batch, tuple | list) else (batch,), keep=True)
@@ -152,7 +152,7 @@ class StepClock(Callback):
         if self.recorder is not None and self._pass is not None:
             now = perf_counter()
             ended, self._pass = self._pass, None
-            self.recorder.asks(ended, now)
+            self.recorder.batch_requested(ended, now)
             if self.recorder is not None:  # a listener of the Recorder may have called listen_no_more
                 self.recorder.exhausted(ended, now)
 
