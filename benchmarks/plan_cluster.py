@@ -266,7 +266,7 @@ def published() -> list[dict[str, Any]]:
         on_8, on_128 = fsdp(kept, 8, H100S), fsdp(kept, 128, H100S)
         assert on_8 is not None
         assert on_128 is not None
-        told = few_gib - (on_8.held - on_128.held) / 2**30
+        told = few_gib - (on_8.memory - on_128.memory) / 2**30
         rows.append(row(f"Llama 3.1 8B, {name}", 128, "GiB", told, many_gib, few_gib, TORCHTITAN))
     return rows
 

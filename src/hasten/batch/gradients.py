@@ -55,7 +55,7 @@ class GradientSampler:
         self._before: list[float] = []  # fingerprint of the weights when they were frozen
         session.on_batch.append(self._on_batch)
         session.on_backward.append(self._on_backward)
-        session.steps_over.tell(self._on_step)
+        session.step_listeners.add(self._on_step)
         register_optimizer_step_pre_hook(self._on_optimizer)
         register_optimizer_step_post_hook(self._after_optimizer)
 

@@ -55,7 +55,7 @@ def install(session: Session) -> None:
         handle.pop().remove()
         watch.training_begins()
         course.training()
-        session.steps_over.tell(functools.partial(_step_is_over, course))
+        session.step_listeners.add(functools.partial(_step_is_over, course))
         # Only once the script has initialized CUDA: it may fork before its first use of a GPU.
         if on_gpu and torch.cuda.is_initialized():
             total = torch.cuda.get_device_properties().total_memory

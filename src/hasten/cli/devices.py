@@ -93,7 +93,7 @@ def spread(command: list[str], how: RunOptions, wide: Devices) -> int:
         how = dataclasses.replace(how, no_plan=True)  # --devices works without a plan, too
     folder = tempfile.mkdtemp(prefix="hasten-ranks-")
     try:
-        return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch, began=time.time()))
+        return _run(command, how, wide, RankOptions(os.getpid(), folder, wide.batch, started=time.time()))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

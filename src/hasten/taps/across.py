@@ -56,21 +56,21 @@ class CarriedRank:
         self.joining = False
         self.optimizers = 0
         self.backwards = 0
-        self.fed = FedBatches()
+        self.fed_batches = FedBatches()
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._meeting: Meeting | None = None
         self._averaging: Averaging | None = None
         self._weights: SameWeights | None = None
         self._fingerprints: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._early: list[torch.Tensor] = []  # parameters of optimizers built before the ranks met
-        self._inside = False  # whether a backward is running
+        self._early_parameters: list[torch.Tensor] = []  # parameters of optimizers built before the ranks met
+        self._in_backward = False  # whether a backward is running
         self._process = os.getpid()
         self._refusal: HastenError | None = None
 
     # -- the ranks meet at their first joint operation ------------------------------------------------
 
     @property
-    def acts(self) -> bool:
+    def in_rank_process(self) -> bool:
         """Whether this is the rank's own process, not a DataLoader worker forked from it."""
         return os.getpid() == self._process
 
@@ -92,7 +92,7 @@ class CarriedRank:
             atexit.register(self._end)  # runs before the world's own handler, which closes the process group
             self._averaging = Averaging(self._meeting)
             self._weights = SameWeights(self._meeting)
-            early, self._early = self._early, []
+            early, self._early_parameters = self._early_parameters, []
             self.add(early)
         if threading.current_thread() is not threading.main_thread():
             raise self.refuse("the script trains in a thread of its own", "train in the main thread")
@@ -105,7 +105,7 @@ class CarriedRank:
 
         If another rank still trains, both get an error, instead of waiting for each other forever.
         """
-        if not self.acts or self._meeting is None or has_failed():
+        if not self.in_rank_process or self._meeting is None or has_failed():
             return
         try:
             self._meeting.meet(MeetingTopic.END)
@@ -137,9 +137,9 @@ class CarriedRank:
         assert self._weights is not None
         return self._weights
 
-    def refuse(self, what: str, fix: str) -> HastenError:
+    def refuse(self, reason: str, fix: str) -> HastenError:
         """Return an error to raise, and keep it: if the script catches it, the next joint operation raises it again."""
-        self._refusal = HastenError(f"this script cannot be carried to several devices: {what}", fix)
+        self._refusal = HastenError(f"this script cannot be carried to several devices: {reason}", fix)
         return self._refusal
 
     # -- what is built ---------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class CarriedRank:
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Register parameters to keep identical on all ranks, and whose gradients to average."""
         if self._meeting is None:
-            self._early += parameters
+            self._early_parameters += parameters
         else:
             self.weights.late(self.averaging.add(parameters))
 
-    def model(self, module: nn.Module) -> None:
+    def before_first_forward(self, module: nn.Module) -> None:
         """Send rank 0's weights of a module to all ranks; called before an outermost module's first forward."""
-        if not self.acts:
+        if not self.in_rank_process:
             return
         self._modules[module] = None
         self.weights.watch(module)
@@ -161,9 +161,9 @@ class CarriedRank:
         self.meeting().meet(MeetingTopic.MODEL)
         self.weights.spread([*module.parameters(), *module.buffers()])
 
-    def loaded(self, module: nn.Module) -> None:
+    def weights_loaded(self, module: nn.Module) -> None:
         """Send rank 0's weights to all ranks again, after the script loaded a module's weights."""
-        if self._meeting is not None and self.acts:
+        if self._meeting is not None and self.in_rank_process:
             self.weights.late([*module.parameters(), *module.buffers()])
 
     # -- passes and batches ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class CarriedRank:
 
         The plain sampler is returned in a worker, and for a loader whose batches cannot be shared out.
         """
-        if not self.acts or why_not_shared(loader):
+        if not self.in_rank_process or why_not_shared(loader):
             return plain
         state = loader.__dict__.setdefault("_hasten_across", LoaderState(facts.caller()))
         try:
@@ -190,7 +190,7 @@ class CarriedRank:
         validates = not torch.is_grad_enabled() or (bool(models) and not any(model.training for model in models))
         return Pass(state, validates, shuffles(batching) and self.optimizers > 0)
 
-    def begins(self, loader: Any) -> None:
+    def pass_begins(self, loader: Any) -> None:
         """Check, at the start of a pass, that all ranks start it over the same data, and that weights still agree.
 
         Raises:
@@ -198,13 +198,13 @@ class CarriedRank:
         """
         if (
             not self.meeting()
-            .meet(MeetingTopic.PASS, at=self.fed.given, pattern=self._fingerprint(loader.dataset))
+            .meet(MeetingTopic.PASS, at=self.fed_batches.count, pattern=self._fingerprint(loader.dataset))
             .same
         ):
             state = loader.__dict__.get("_hasten_across")
-            where = f" at {state.where}" if state is not None and state.where else ""
+            at_line = f" at {state.where}" if state is not None and state.where else ""
             raise HastenError(
-                f"The ranks have parted: the dataset of the DataLoader{where} does not hold the same on all of them.",
+                f"The ranks have parted: the dataset of the DataLoader{at_line} does not hold the same on all of them.",
                 "Each rank must read the same files in the same order, and split them alike: seed what splits or "
                 "shuffles, and sort what lists a folder.",
                 code=1,
@@ -213,52 +213,53 @@ class CarriedRank:
 
     def _fingerprint(self, dataset: Any) -> int:
         """Return a dataset's fingerprint, taken at its first pass."""
-        known: int | None = None
+        cached: int | None = None
         with contextlib.suppress(TypeError):  # a list, say, cannot be weakly referenced
-            known = self._fingerprints.get(dataset)
-            if known is None:
-                known = self._fingerprints[dataset] = fingerprint(dataset)
-        return fingerprint(dataset) if known is None else known
+            cached = self._fingerprints.get(dataset)
+            if cached is None:
+                cached = self._fingerprints[dataset] = fingerprint(dataset)
+        return fingerprint(dataset) if cached is None else cached
 
-    def _say(self, state: LoaderState) -> None:
+    def _announce(self, state: LoaderState) -> None:
         """Tell the user, on rank 0, how a loader's batches are shared out."""
         world = self.meeting().world
         if not world.is_zero or self.session.config.quiet:
             return
         where = f"the loader at {os.path.basename(state.where)}" if state.where else "a loader"
         kind = "GPUs" if self.options.gpus else "processes on the CPU"
-        step = f"{self.fed.all_samples} samples a step"
+        step = f"{self.fed_batches.all_samples} samples a step"
         if self.options.batch == "global":
-            how = f"{world.size} {kind} share each batch of {where}: {step}, as in the script"
+            message = f"{world.size} {kind} share each batch of {where}: {step}, as in the script"
         else:
-            how = f"{world.size} {kind} take a batch each of {where}: {step}"
-        more = (
+            message = f"{world.size} {kind} take a batch each of {where}: {step}"
+        note = (
             "; BatchNorm counts each one's own share"
             if any(isinstance(layer, _BATCH_NORM) for model in self._modules for layer in model.modules())
             else ""
         )
-        messages.tell(f"hasten: {how}, {self.fed.samples:g} on rank 0 (--batch {self.options.batch}){more}")
+        messages.tell(f"hasten: {message}, {self.fed_batches.samples:g} on rank 0 (--batch {self.options.batch}){note}")
 
     # -- backward and step -----------------------------------------------------------------------------
 
     def backward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run torch.autograd.backward, then average the gradients over the ranks."""
-        if self._inside or not self.acts:  # activation checkpointing runs a backward inside the backward
+        # Activation checkpointing runs a backward inside the backward.
+        if self._in_backward or not self.in_rank_process:
             return plain(*args, **kwargs)
-        self._fits()
-        while self.fed.untold:  # not before: the message depends on the models, which are known by now
-            self._say(self.fed.untold.pop())
+        self._check_batches()
+        while self.fed_batches.unannounced:  # not before: the message depends on the models, which are known by now
+            self._announce(self.fed_batches.unannounced.pop())
         if not self.backwards:
-            self._look_at_loss(args[0] if args else kwargs.get("tensors"))
+            self._check_loss(args[0] if args else kwargs.get("tensors"))
         self.averaging.begins()
-        self._inside = True
+        self._in_backward = True
         try:
             result = plain(*args, **kwargs)
         finally:
-            self._inside = False
+            self._in_backward = False
         start = perf_counter()
-        known = self.averaging.ends(self.fed.given, self.fed.samples)
-        if not (known or self.backwards):
+        reached = self.averaging.ends(self.fed_batches.count, self.fed_batches.samples)
+        if not (reached or self.backwards):
             raise self.refuse(
                 f"the backward at {facts.caller()} reaches no parameter of a model or an optimizer",
                 "train an nn.Module that is called, or tensors that an optimizer of torch.optim was given",
@@ -271,28 +272,28 @@ class CarriedRank:
         self.backwards += 1
         return result
 
-    def _fits(self) -> None:
+    def _check_batches(self) -> None:
         """Check that the coming backward is of batches that are shared out.
 
         Raises:
             HastenError: No DataLoader gave a batch yet, or the batches cannot be shared out.
         """
-        if not self.fed.given:
+        if not self.fed_batches.count:
             raise self.refuse(
                 f"{facts.caller()} calls backward before any DataLoader gave a batch",
                 "give the samples by a torch.utils.data.DataLoader, whose batches can be shared out; or write it for "
                 "several devices and start it by `hasten run torchrun`",
             )
-        if why := self.fed.backward():
-            raise self.refuse(f"it trains on batches that cannot be shared out: {why}", _TORCHRUN)
+        if reason := self.fed_batches.backward():
+            raise self.refuse(f"it trains on batches that cannot be shared out: {reason}", _TORCHRUN)
 
-    def _look_at_loss(self, loss: Any) -> None:
+    def _check_loss(self, loss: Any) -> None:
         """Check that the loss does not sum over the batch: averaged gradients would then be too small.
 
         A loss function with `reduction="sum"` is refused; a loss that only looks like a sum gets a warning.
         """
         root = loss[0] if isinstance(loss, list | tuple) and loss else loss
-        hint = sum_over_batch(root, int(self.fed.samples)) if self.options.batch == "global" else ""
+        hint = sum_over_batch(root, int(self.fed_batches.samples)) if self.options.batch == "global" else ""
         fix = "make it a mean (and the rate the number of samples times as large), or train with --batch per-device"
         if "reduction" in hint:
             raise self.refuse(
@@ -304,23 +305,23 @@ class CarriedRank:
                 f"are averaged, so it would be too small; {fix}"
             )
 
-    def steps(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Check, before an optimizer steps, that its gradients come from a finished backward.
 
         Raises:
             HastenError: It steps inside a backward, or its gradients were not made by one.
         """
-        if not self.acts:
+        if not self.in_rank_process:
             return
-        if self._inside:
+        if self._in_backward:
             raise self.refuse("an optimizer steps in the middle of a backward", _TORCHRUN)
         if not self.backwards and any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             raise self.refuse("its gradients do not come from backward()", _TORCHRUN)
 
-    def gradients_asked(self, inputs: Any) -> None:
+    def refuse_autograd_grad(self, inputs: Any) -> None:
         """Refuse torch.autograd.grad for parameters: it bypasses `.grad`, so its gradients would not be averaged."""
         tensors = inputs if isinstance(inputs, list | tuple) else (inputs,)
-        if self._averaging is not None and not self._inside and self.acts:
+        if self._averaging is not None and not self._in_backward and self.in_rank_process:
             if any(isinstance(tensor, torch.Tensor) and self._averaging.knows(tensor) for tensor in tensors):
                 raise self.refuse(
                     f"{facts.caller()} takes gradients of parameters by torch.autograd.grad, past `.grad`", _TORCHRUN
@@ -329,5 +330,5 @@ class CarriedRank:
     def metric(self, value: Any) -> Any:
         """Return rank 0's value of a metric for a schedule; it may be the loss of rank 0's own share."""
         meeting = self.meeting()
-        meeting.meet(MeetingTopic.METRIC, at=self.fed.given)
+        meeting.meet(MeetingTopic.METRIC, at=self.fed_batches.count)
         return meeting.world.broadcast(float(value))

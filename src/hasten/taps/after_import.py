@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from hasten.taps.protocol import Session
 
 
-def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` once a module has been imported: immediately if it already was."""
+def after_import(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` once a module has been imported: immediately if it already was."""
     if name in sys.modules:
-        then()
+        callback()
     else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        sys.meta_path.insert(0, _Finder(name, callback))
 
 
-def once_imported(session: Session, name: str, what: str, then: Callable[[Any], None]) -> None:
-    """Call `then` with a module once it has been imported; an error in `then` is recorded as skipped, under `what`."""
+def once_imported(session: Session, name: str, description: str, callback: Callable[[Any], None]) -> None:
+    """Call `callback` with a module once it has been imported; record its errors as skipped, under `description`."""
 
     def imported() -> None:
-        with session.run.guard(what):
-            then(sys.modules[name])
+        with session.run.guard(description):
+            callback(sys.modules[name])
 
     after_import(name, imported)
 
@@ -65,9 +65,9 @@ def _no_collections() -> Iterator[None]:
 class _Finder(importlib.abc.MetaPathFinder):
     """A meta path finder that finds one module by the finders after it, and calls `then` once it was executed."""
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
-        self.then = then
+        self.then = callback
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

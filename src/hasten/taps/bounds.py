@@ -22,7 +22,7 @@ from hasten.evidence.facts import caller
 from hasten.evidence.open_pass import OpenPass
 from hasten.frames import frame_of
 from hasten.taps.config import DoctorOptions
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 
 if TYPE_CHECKING:
     from hasten.taps.protocol import Session
@@ -58,7 +58,7 @@ class Bounds:
         self._catch_sigterm()
         self._leave_before_exit()
         if self._session.rank == 0:
-            self._session.steps_over.tell(self.on_step, 1)
+            self._session.step_listeners.add(self.on_step, 1)
             self._start_the_clock()
 
     # -- steps and passes --------------------------------------------------------------------------------
@@ -73,33 +73,33 @@ class Bounds:
         if enough and self._options.at_least > 0:
             enough = time.perf_counter() - self._first_step_at >= self._options.at_least
         if enough and not self._time_is_up and self._try_changes():
-            return NEVER  # `hurry` still calls this function when the time is up
+            return NEVER  # `call_soon` still calls this function when the time is up
         if enough or self._time_is_up:
             self._session.complete()
         return max(steps + 1, self._options.steps) if self._options.steps > 0 else NEVER
 
     def _try_changes(self) -> bool:
         """Start trying changes in the run before it ends, if asked for and time allows; return whether it started."""
-        left = self._until - time.perf_counter() - _SPARE if self._options.seconds > 0 else math.inf
-        if not self._options.tries or left < _SPARE:
+        remaining = self._until - time.perf_counter() - _SPARE if self._options.seconds > 0 else math.inf
+        if not self._options.tries or remaining < _SPARE:
             return False
         begin = self._session.try_changes
-        if begin is None or not begin(min(self._options.trying, left), self.on_step):
+        if begin is None or not begin(min(self._options.trying, remaining), self.on_step):
             return False
         # Shorten the time limit, so that a change that hangs does not use up the whole run's time.
         self._until = min(self._until, time.perf_counter() + self._options.trying + _SPARE)
         return True
 
-    def on_pass(self, opened: OpenPass, began: bool) -> None:
+    def on_pass(self, opened: OpenPass, begins: bool) -> None:
         """Count a loader's finished training passes; end the run when a pass beyond the `epochs` asked for begins."""
-        loader = self._alike(opened.loader)
-        if not began:
+        loader = self._identity(opened.loader)
+        if not begins:
             if opened.trained:
                 self._passes[loader] = self._passes.get(loader, 0) + 1
         elif 0 < self._options.epochs <= self._passes.get(loader, 0) and self._session.rank == 0:
             self._session.complete()
 
-    def _alike(self, index: int) -> Any:
+    def _identity(self, index: int) -> Any:
         """Return a loader's identity, which is the same for a loader that the script rebuilds for each epoch."""
         if not 0 <= index < len(self._session.loaders):
             return index
@@ -114,21 +114,21 @@ class Bounds:
             self._clock.start()
 
     def _watch_the_clock(self) -> None:
-        while (left := self._until - time.perf_counter()) > 0:
-            time.sleep(min(left, 1.0))
+        while (remaining := self._until - time.perf_counter()) > 0:
+            time.sleep(min(remaining, 1.0))
             if self._options.listener and not os.path.exists(f"/proc/{self._options.listener}"):
                 # Doctor was killed: nobody reads the evidence. Its watcher removes the scratch folder. This process
                 # must not: it sees the user's files in that folder, and would remove those that it may write.
                 os._exit(1)
         session = self._session
         self._time_is_up = True  # a process that trains ends at the end of its current step, in `on_step`
-        session.steps_over.hurry(self.on_step)
+        session.step_listeners.call_soon(self.on_step)
         recorder = session.run.recorder
         if recorder is None:
             return
         if recorder.steps:
             time.sleep(_patience(recorder.kept.phases))
-        elif not session.listens_to_training() and self._others_leave_evidence():
+        elif not session.listens_to_training() and self._others_write_evidence():
             return
         if session.run.recorder is None:
             return  # the training has ended in the time waited
@@ -136,7 +136,7 @@ class Bounds:
         session.stopped_at = "" if session.tried is not None else _place_of(self._thread)
         session.complete()
 
-    def _others_leave_evidence(self) -> bool:
+    def _others_write_evidence(self) -> bool:
         """Return whether another process, a child or the parent of this one, writes the evidence in its place.
 
         Called in a process that does not train, such as a launcher; waits up to 32 s for its children's evidence.

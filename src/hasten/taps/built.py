@@ -14,7 +14,7 @@ from hasten.evidence import OptimizerFacts
 from hasten.evidence.facts import global_flags, optimizer_facts
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import BuiltLoader, Session
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 from hasten.techniques.compute.compile import compiler
 from hasten.techniques.compute.fused_optimizer import why_not_fusable
 from hasten.techniques.data.probe import probe
@@ -31,7 +31,7 @@ class Built:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._seen: dict[int, tuple[Any, Any]] = {}  # id of an optimizer -> weak reference, facts
+        self._known: dict[int, tuple[Any, Any]] = {}  # id of an optimizer -> weak reference, facts
         self._trains_in = threading.get_ident()  # the thread that makes the steps
 
     def facts(self, recorder: Recorder, ask: bool = False) -> dict[str, Any]:
@@ -48,21 +48,22 @@ class Built:
             "loaders": tuple(self._loader(i, roles.get(i, "unused"), ask) for i in range(len(session.loaders))),
             "models": tuple(facts for watch in watched if (facts := watch.facts()) is not None),
             "optimizers": tuple(
-                known
-                for key, (held, where) in optimizers
-                if (known := self._optimizer(recorder, key, held, where)) is not None
+                optimizer_fact
+                for key, (reference, where) in optimizers
+                if (optimizer_fact := self._optimizer(recorder, key, reference, where)) is not None
             ),
         }
 
-    def _optimizer(self, recorder: Recorder, key: int, held: Any, where: str) -> OptimizerFacts | None:
+    def _optimizer(self, recorder: Recorder, key: int, reference: Any, where: str) -> OptimizerFacts | None:
         """Return an optimizer's facts; for a deleted optimizer those read earlier, or None if there are none."""
         rates = self._session.rates.get(key)
-        rates = rates if rates and rates.reference is held else None
-        steps, optimizer = recorder.optimizer_steps.get(key, 0), held()
+        rates = rates if rates and rates.reference is reference else None
+        steps, optimizer = recorder.optimizer_steps.get(key, 0), reference()
         if optimizer is not None:
             return optimizer_facts(optimizer, where, steps, self._why_not_fusable(key, optimizer), rates)
-        seen, facts = self._seen.get(key, (None, None))
-        if seen is not held or facts is None:  # `key` is an id, which may since belong to another optimizer
+        known_reference, facts = self._known.get(key, (None, None))
+        # `key` is an id, which may since belong to another optimizer.
+        if known_reference is not reference or facts is None:
             return None
         current: OptimizerFacts = dataclasses.replace(facts, steps=steps)
         return dataclasses.replace(current, schedule=rates.schedule, rates=tuple(rates.rates)) if rates else current
@@ -75,26 +76,26 @@ class Built:
         """
         if threading.get_ident() == self._trains_in:
             return _why_not(optimizer)
-        seen = self._seen.get(key, (None, None))[1]
-        return why_not_fusable(optimizer) if seen is None else str(seen.why_not_fusable)
+        known_facts = self._known.get(key, (None, None))[1]
+        return why_not_fusable(optimizer) if known_facts is None else str(known_facts.why_not_fusable)
 
-    def look(self, steps: int) -> int:
+    def read_facts(self, steps: int) -> int:
         """Read the facts of what exists now; return the step to be called at next. Called at the end of a step."""
         self._trains_in = threading.get_ident()
         with self._session.run.guard("looking at what was built"):  # unusual optimizers or modules may raise
             for watch in list(self._session.run.models.values()):
                 watch.facts()
-            for key, (held, where) in list(self._session.optimizers.items()):
-                if (optimizer := held()) is not None:
-                    self._seen[key] = (held, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
+            for key, (reference, where) in list(self._session.optimizers.items()):
+                if (optimizer := reference()) is not None:
+                    self._known[key] = (reference, optimizer_facts(optimizer, where, 0, _why_not(optimizer)))
         return _SECOND_LOOK if steps < _SECOND_LOOK else NEVER
 
     def _loader(self, index: int, role: str, ask: bool) -> Any:
-        known: BuiltLoader = self._session.loaders[index]
-        loader, asked = known.held(), None
-        if ask and loader is not None and not known.facts.iterable and role != "unused":
-            asked = probe(loader)
-        return dataclasses.replace(known.facts, role=role, batch_bytes=known.batch_bytes, probe=asked)
+        built: BuiltLoader = self._session.loaders[index]
+        loader, probed = built.loader(), None
+        if ask and loader is not None and not built.facts.iterable and role != "unused":
+            probed = probe(loader)
+        return dataclasses.replace(built.facts, role=role, batch_bytes=built.batch_bytes, probe=probed)
 
 
 def _why_not(optimizer: Any) -> str:

@@ -109,14 +109,14 @@ class RankOptions:
         folder: Folder for the ranks' notes to the launcher, and for everything that ranks other than 0 write.
         batch: "global": ranks share each of the script's batches; "per-device": each rank takes a whole batch.
         gpus: The value of CUDA_VISIBLE_DEVICES by local rank; (): the script trains on the CPU.
-        began: When the launcher started, in seconds since 1970.
+        started: When the launcher started, in seconds since 1970.
     """
 
     launcher: int
     folder: str
     batch: str = "global"
     gpus: tuple[str, ...] = ()
-    began: float = 0.0
+    started: float = 0.0
 
     def is_rank(self) -> bool:
         """Return whether this process is a rank, not a process that a rank started."""
@@ -133,7 +133,7 @@ class RunConfig:
     """The techniques to install, the files to write, and how the process is observed.
 
     Attributes:
-        former: `files.mark_of` of an earlier run's evidence at the path `evidence`; "": there was none.
+        earlier_mark: `files.mark_of` of an earlier run's evidence at the path `evidence`; "": there was none.
         live: File for `hasten watch`, rewritten about once a second during the training; "": none.
         witness: How `hasten check` observes the training; None: it does not.
         warm: How techniques are tried while the training runs; None: `techniques` are on throughout.
@@ -151,14 +151,14 @@ class RunConfig:
     witness: WitnessOptions | None = None
     warm: OnlineOptions | None = None
     auto: AutoOptions | None = None
-    former: str = ""
+    earlier_mark: str = ""
     ranks: RankOptions | None = None
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """Read the JSON that `environment` wrote into the variable."""
         data = tuples(json.loads(text))
-        kinds: dict[str, Callable[..., Any]] = {
+        readers: dict[str, Callable[..., Any]] = {
             "trial": TrialOptions,
             "doctor": DoctorOptions,
             "witness": WitnessOptions,
@@ -166,7 +166,7 @@ class RunConfig:
             "auto": AutoOptions,
             "ranks": RankOptions,
         }
-        return cls(**{**data, **{name: kind(**data[name]) for name, kind in kinds.items() if data[name] is not None}})
+        return cls(**{**data, **{name: kind(**data[name]) for name, kind in readers.items() if data[name] is not None}})
 
 
 def environment(config: RunConfig, base: dict[str, str]) -> dict[str, str]:

@@ -13,9 +13,9 @@ from typing import Any
 from hasten.evidence import facts
 from hasten.taps.after_import import once_imported
 from hasten.taps.config import TrialOptions
-from hasten.taps.modules import hears_forwards
+from hasten.taps.modules import taps_forwards
 from hasten.taps.protocol import BuiltLoader, Session
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 from hasten.taps.wrapping import tap
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -24,14 +24,17 @@ _LEAST_BATCHES = 6  # fewest batches of a pass that a trial cuts by time
 
 def install(session: Session) -> None:
     """Set the taps on DataLoader, and on torchdata's StatefulDataLoader when it is imported."""
-    import torch.utils.data.dataloader as room
+    import torch.utils.data.dataloader as dataloader
 
-    _tap_class(room.DataLoader, session)
-    _tap_fetcher(room, session)
-    _tap_iterator(room._BaseDataLoaderIter, session)
+    _tap_class(dataloader.DataLoader, session)
+    _tap_fetcher(dataloader, session)
+    _tap_iterator(dataloader._BaseDataLoaderIter, session)
     # Only the class is tapped: its iterators get batches by torch's `_BaseDataLoaderIter.__next__`, tapped above.
     once_imported(
-        session, STATEFUL, "tap StatefulDataLoader", lambda room: _tap_class(room.StatefulDataLoader, session)
+        session,
+        STATEFUL,
+        "tap StatefulDataLoader",
+        lambda dataloader: _tap_class(dataloader.StatefulDataLoader, session),
     )
 
 
@@ -46,27 +49,27 @@ def _tap_class(kind: Any, session: Session) -> None:
 
 def _building(build: Any, signature: inspect.Signature, session: Session) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options = wanted = None
+        options = changed_options = None
         with session.run.guard("tap DataLoader"):  # wrong arguments fail in `bind`; `build` below says so better
             bound = signature.bind(self, *args, **kwargs)
             bound.apply_defaults()
             options = {name: value for name, value in bound.arguments.items() if name != "self"}
-            wanted = session.run.loader_options(options)
+            changed_options = session.run.loader_options(options)
         built = False
-        if wanted is not None and wanted != options:
+        if changed_options is not None and changed_options != options:
             try:
-                build(self, **wanted)
+                build(self, **changed_options)
                 built = True
             # The techniques' arguments do not suit this loader (a subclass may check them): use the script's own.
             except Exception as error:
                 session.run.skip("DataLoader options", error)
-                wanted = options
+                changed_options = options
         if not built:  # outside the `except` block: an error here must not show as raised while handling another
             build(self, *args, **kwargs)
-        if options is None or wanted is None:
+        if options is None or changed_options is None:
             return None
         session.run.loader(self)
-        _register(self, wanted, session)
+        _register(self, changed_options, session)
         return None
 
     return __init__
@@ -110,7 +113,7 @@ def _making_samples(make: Any, session: Session) -> Any:
     """Mark calls of `make` as sample making, so that a dataset's own modules do not count as the model's forwards."""
     from hasten.data.making_samples import makes_samples
 
-    return makes_samples(make) if hears_forwards(session) else make
+    return makes_samples(make) if taps_forwards(session) else make
 
 
 def _tap_iterator(kind: Any, session: Session) -> None:
@@ -130,7 +133,7 @@ def _tap_iterator(kind: Any, session: Session) -> None:
 
     give = fetch if changes else plain
     if session.config.warm is not None:
-        give = _going_on(give, session)
+        give = _repeating_short_passes(give, session)
     if run.recorder is None:
         if give is not kind.__next__:
             tap(kind, "__next__", lambda _: give)
@@ -163,10 +166,10 @@ def _tap_iterator(kind: Any, session: Session) -> None:
             raise
         recorder.batch_received(self, start, now())
         built = loaders[loader]
-        if built.look_in:
-            built.look_in -= 1
+        if built.skip_batches:
+            built.skip_batches -= 1
         else:
-            _look(session, loader, built, batch)
+            _show_batch(session, loader, built, batch)
         return batch
 
     tap(kind, "__next__", lambda _: __next__)
@@ -176,13 +179,13 @@ def _next_of(iterator: weakref.ref[Any], plain: Any) -> Any:
     return plain(iterator())
 
 
-def _going_on(give: Any, session: Session) -> Any:
+def _repeating_short_passes(give: Any, session: Session) -> Any:
     """Repeat a shortened pass in a process that is tuned, until it has as many batches as the full pass.
 
     Each repetition uses a new iterator, like a new pass, because workers and caches are switched when a pass begins.
     """
 
-    def give_or_go_on(iterator: Any) -> Any:
+    def give_or_repeat(iterator: Any) -> Any:
         state = iterator.__dict__
         try:
             return give(state.get("_hasten_inner", iterator))
@@ -198,16 +201,16 @@ def _going_on(give: Any, session: Session) -> Any:
         state["_hasten_inner"] = begin()
         return give(state["_hasten_inner"])
 
-    return give_or_go_on
+    return give_or_repeat
 
 
-def _look(session: Session, index: int, built: BuiltLoader, batch: Any) -> None:
+def _show_batch(session: Session, index: int, built: BuiltLoader, batch: Any) -> None:
     """Show a batch to the `on_batch` callbacks; they return how many batches to skip until the next call."""
     with session.run.guard("looking at a batch"):  # unusual batches may raise
         if not built.batch_bytes:
             built.batch_bytes = 1  # stays if measuring raises, so that it is not tried with every batch
             built.batch_bytes = facts.batch_bytes(batch)
-        built.look_in = min((look(index, batch) for look in session.on_batch), default=NEVER)
+        built.skip_batches = min((look(index, batch) for look in session.on_batch), default=NEVER)
 
 
 def _tap_fetcher(room: Any, session: Session) -> None:
@@ -246,13 +249,14 @@ class _CutSampler:
         return getattr(self._sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        real = iter(self._sampler)
+        indices = iter(self._sampler)
         if self._first_pass:
-            next(real, None)  # a shuffling sampler draws its seed here: keep the script's RNG state as in a real pass
+            # A shuffling sampler draws its seed here: keep the script's RNG state as in a real pass.
+            next(indices, None)
             yield from self._first_pass
             return
         until = math.inf
-        for _, index in zip(range(self._trial.batches), real, strict=False):
+        for _, index in zip(range(self._trial.batches), indices, strict=False):
             number = len(self._first_pass)
             if number == 1 and self._trial.pass_seconds:
                 until = perf_counter() + self._trial.pass_seconds  # the first batch may wait for workers to start

@@ -34,12 +34,12 @@ def gather(session: Session, recorder: Recorder, built: dict[str, Any]) -> Evide
 
 def _observed(session: Session) -> dict[str, Any]:
     """Return the fields of the evidence that observers filled; tuples for the same field are concatenated."""
-    seen: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for observer in session.observers:
         with session.run.guard(f"what {type(observer).__name__} saw"):
             for name, value in observer.facts().items():
-                seen[name] = seen[name] + value if isinstance(value, tuple) and name in seen else value
-    return {**seen, "skipped": tuple(session.run.skipped)}
+                fields[name] = fields[name] + value if isinstance(value, tuple) and name in fields else value
+    return {**fields, "skipped": tuple(session.run.skipped)}
 
 
 def run_of(config: RunConfig, recorder: Recorder | None) -> Run:

@@ -17,34 +17,34 @@ class UnsharedPass:
     """A pass through a loader whose batches cannot be shared out among ranks.
 
     Attributes:
-        why: Why not.
+        reason: Why not.
     """
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 class FedBatches:
     """The batches that loaders gave to this rank.
 
     Attributes:
-        given: Number of batches so far, from all loaders.
+        count: Number of batches so far, from all loaders.
         samples: This rank's samples in the batch that is trained on.
         all_samples: All ranks' samples in the batch that is trained on.
-        untold: Loaders that are shared out and were not announced to the user yet. A loader that the script rebuilds at
-            the same line, say for each epoch, is announced once.
+        unannounced: Loaders that are shared out and were not announced to the user yet. A loader that the script
+            rebuilds at the same line, say for each epoch, is announced once.
     """
 
     def __init__(self) -> None:
-        self.given = 0
+        self.count = 0
         self.samples, self.all_samples = 1.0, 0
-        self.untold: list[LoaderState] = []
+        self.unannounced: list[LoaderState] = []
         self._announced: set[str] = set()  # `file:line` of loaders
         self._since: dict[Pass | UnsharedPass, int] = {}  # pass -> batches given since the last backward
 
-    def gave(self, iterator: Any) -> None:
+    def count_batch(self, iterator: Any) -> None:
         """Count a batch that a loader just gave."""
-        self.given += 1
+        self.count += 1
         current = _pass_of(iterator)
         self._since[current] = self._since.get(current, 0) + 1
         if isinstance(current, UnsharedPass):
@@ -52,17 +52,17 @@ class FedBatches:
         current.gives()
         if current.shared and current.state.where not in self._announced:
             self._announced.add(current.state.where)
-            self.untold.append(current.state)
+            self.unannounced.append(current.state)
 
-    def over(self, iterator: Any) -> None:
+    def pass_ended(self, iterator: Any) -> None:
         """Forget a finished pass: its last batches do not feed the next backward. Warn if it trained nothing."""
-        own = _pass_of(iterator)
-        self._since.pop(own, None)
-        if isinstance(own, Pass) and own.shared and not own.proven and os.environ["RANK"] == "0":
+        ended = _pass_of(iterator)
+        self._since.pop(ended, None)
+        if isinstance(ended, Pass) and ended.shared and not ended.proven and os.environ["RANK"] == "0":
             messages.tell(
-                f"hasten: the pass over the shuffling loader at {own.state.where} trained nothing, which was known "
-                f"only after its first batches were shared out ({own.shared}): what rank 0 computed of these is of its "
-                "own share. Call model.eval() before such a loop, or put torch.no_grad() around it"
+                f"hasten: the pass over the shuffling loader at {ended.state.where} trained nothing, which was known "
+                f"only after its first batches were shared out ({ended.shared}): what rank 0 computed of these is of "
+                "its own share. Call model.eval() before such a loop, or put torch.no_grad() around it"
             )
 
     def backward(self) -> str:
@@ -73,7 +73,7 @@ class FedBatches:
             if times > 1 and len(self._since) > 1:
                 continue
             if isinstance(fed, UnsharedPass):
-                return fed.why
+                return fed.reason
             fed.backward()
             if fed.uneven_ahead(int(os.environ["WORLD_SIZE"])):
                 return (
@@ -106,7 +106,7 @@ def _pass_of(iterator: Any) -> Pass | UnsharedPass:
     batches = iterator.__dict__.get("_index_sampler")
     if isinstance(batches, SharedBatches) and batches.current is not None:
         return batches.current
-    known: UnsharedPass | None = iterator.__dict__.get("_hasten_unshared")
-    if known is None:
-        known = iterator.__dict__["_hasten_unshared"] = UnsharedPass(f"a {type(iterator).__name__} gives them")
-    return known
+    unshared: UnsharedPass | None = iterator.__dict__.get("_hasten_unshared")
+    if unshared is None:
+        unshared = iterator.__dict__["_hasten_unshared"] = UnsharedPass(f"a {type(iterator).__name__} gives them")
+    return unshared

@@ -20,9 +20,9 @@ from typing import Any
 from hasten.taps.after_import import after_import
 
 _DYNAMO = "torch._dynamo"
-_KEPT_AS = "__dynamo_disable"  # attribute in which torch caches a function's version that is never compiled
+_CACHE_ATTRIBUTE = "__dynamo_disable"  # attribute in which torch caches a function's version that is never compiled
 # The names that torch's wrapper of `step` uses. A torch whose wrapper uses others is left alone: it may do more.
-_KNOWN = {
+_EXPECTED_NAMES = {
     "cast", "Optimizer", "torch", _DYNAMO, "_dynamo", "is_grad_enabled", "set_grad_enabled", "defaults", "graph_break",
 }  # fmt: skip
 # Packages that `import torch` imports, and that get further submodules when torch._dynamo is imported.
@@ -35,10 +35,10 @@ _GROWING = (
 def optimizers_without_dynamo() -> None:
     """Make optimizers bypass torch._dynamo until it is imported; does nothing if torch is imported already."""
     if "torch" not in sys.modules:
-        after_import("torch.optim.optimizer", _go_past)
+        after_import("torch.optim.optimizer", _bypass_dynamo)
 
 
-def _go_past() -> None:
+def _bypass_dynamo() -> None:
     """Replace the functions that import torch._dynamo.
 
     Runs after torch.optim.optimizer was executed and before the optimizers' modules, which decorate `step` with it.
@@ -51,15 +51,15 @@ def _go_past() -> None:
     # torch calls what it finds in the cache attribute, and imports torch._dynamo only if there is nothing.
     cached = [(function, _first_call(function)) for function in methods]
     for function, first in cached:
-        setattr(function, _KEPT_AS, first)
-    after_import(_DYNAMO, functools.partial(_ask_dynamo, cached))
+        setattr(function, _CACHE_ATTRIBUTE, first)
+    after_import(_DYNAMO, functools.partial(_clear_caches, cached))
 
 
-def _ask_dynamo(cached: Iterable[tuple[Any, Any]]) -> None:
+def _clear_caches(cached: Iterable[tuple[Any, Any]]) -> None:
     """Remove our entries from the cache attributes once torch._dynamo is imported, so that torch fills them itself."""
     for function, first in cached:
-        if getattr(function, _KEPT_AS, None) in (function, first):
-            delattr(function, _KEPT_AS)
+        if getattr(function, _CACHE_ATTRIBUTE, None) in (function, first):
+            delattr(function, _CACHE_ATTRIBUTE)
 
 
 def _first_call(function: Any) -> Any:
@@ -69,7 +69,7 @@ def _first_call(function: Any) -> Any:
     """
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        setattr(function, _KEPT_AS, function)
+        setattr(function, _CACHE_ATTRIBUTE, function)
         _answer_for_modules()
         return function(*args, **kwargs)
 
@@ -110,7 +110,7 @@ def _is_a_scripts(frame: FrameType) -> bool:
 def _is_known(plain: Callable[[Any], Any]) -> bool:
     """Return whether torch's decorator of `step` does only what `_stepping` replaces."""
     inner = next((code for code in plain.__code__.co_consts if isinstance(code, CodeType)), None)
-    return inner is not None and "graph_break" in inner.co_names and set(inner.co_names) <= _KNOWN
+    return inner is not None and "graph_break" in inner.co_names and set(inner.co_names) <= _EXPECTED_NAMES
 
 
 def _stepping(plain: Callable[[Any], Any], step: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,12 +123,12 @@ def _stepping(plain: Callable[[Any], Any], step: Callable[..., Any]) -> Callable
     def _use_grad(*args: Any, **kwargs: Any) -> Any:
         if _DYNAMO in sys.modules:
             return by_torch(*args, **kwargs)
-        before = torch.is_grad_enabled()
+        was_enabled = torch.is_grad_enabled()
         try:
             torch.set_grad_enabled(args[0].defaults["differentiable"])
             return step(*args, **kwargs)
         finally:
-            torch.set_grad_enabled(before)
+            torch.set_grad_enabled(was_enabled)
 
     return _use_grad
 
@@ -136,5 +136,5 @@ def _stepping(plain: Callable[[Any], Any], step: Callable[..., Any]) -> Callable
 def _disabled(methods: Iterable[Any]) -> Iterator[Any]:
     """Yield the plain functions of those methods that torch decorates with `_disable_dynamo`."""
     for method in methods:
-        if isinstance(method, FunctionType) and _KEPT_AS in method.__code__.co_consts:
+        if isinstance(method, FunctionType) and _CACHE_ATTRIBUTE in method.__code__.co_consts:
             yield method.__wrapped__  # type: ignore[attr-defined]

@@ -51,9 +51,9 @@ def forbid_metadata() -> str:
     machine = platform.machine()
     if machine not in _MACHINES or struct.calcsize("P") != 8:
         return f"no filter of system calls for {machine}"
-    architecture, seccomp, ours, others = _MACHINES[machine]
+    architecture, seccomp, marked_calls, other_calls = _MACHINES[machine]
     libc = ctypes.CDLL(None, use_errno=True)
-    code = _program(architecture, [*ours.values(), *others], ours["utimensat"])
+    code = _program(architecture, [*marked_calls.values(), *other_calls], marked_calls["utimensat"])
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
@@ -61,7 +61,7 @@ def forbid_metadata() -> str:
     flags = (ctypes.c_ulong(_SET_FILTER), ctypes.c_ulong(_SPEC_ALLOW))
     if libc.syscall(ctypes.c_long(seccomp), *flags, program):
         return f"no filter of system calls: {os.strerror(ctypes.get_errno())}"
-    _Marked(libc, ours).install()
+    _Marked(libc, marked_calls).install()
     return ""
 
 
@@ -71,9 +71,9 @@ def _program(architecture: int, numbers: list[int], utimensat: int) -> bytes:
     Offsets are those of `struct seccomp_data`: the call's number at 0, the architecture at 4, argument i at 16 + 8 * i.
     Jumps skip this many instructions.
     """
-    many = len(numbers)
-    lines = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 0, many + 1, architecture), (_LOAD, 0, 0, 0)]
-    lines += [(_JUMP_IF_EQUAL, many - index, 0, number) for index, number in enumerate(numbers)]
+    count = len(numbers)
+    lines = [(_LOAD, 0, 0, 4), (_JUMP_IF_EQUAL, 0, count + 1, architecture), (_LOAD, 0, 0, 0)]
+    lines += [(_JUMP_IF_EQUAL, count - index, 0, number) for index, number in enumerate(numbers)]
     lines += [(_RETURN, 0, 0, _ALLOW)]
     lines += [(_LOAD, 0, 0, 56), (_JUMP_IF_EQUAL, 0, 3, _MARK & 0xFFFFFFFF)]
     lines += [(_LOAD, 0, 0, 60), (_JUMP_IF_EQUAL, 0, 1, _MARK >> 32)]
@@ -97,9 +97,9 @@ class _Marked:
         """Replace the functions of `os`."""
         for name in ("chmod", "fchmod", "chown", "fchown", "lchown", "utime", "setxattr", "removexattr"):
             plain, marked = getattr(os, name), getattr(self, name)
-            for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
-                if plain in known:
-                    known.add(marked)
+            for supported in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
+                if plain in supported:
+                    supported.add(marked)
             setattr(os, name, marked)
 
     def _call(self, name: str, path: Any, *args: Any) -> None:
@@ -149,8 +149,10 @@ class _Marked:
         """Do what `os.utime` does."""
         if times is not None and ns is not None:
             raise ValueError("utime: you may specify either 'times' or 'ns' but not both")
-        both = ns if ns is not None else None if times is None else tuple(map(_nanoseconds, times))
-        packed = None if both is None else struct.pack("qqqq", *divmod(both[0], 10**9), *divmod(both[1], 10**9))
+        ns_times = ns if ns is not None else None if times is None else tuple(map(_nanoseconds, times))
+        packed = (
+            None if ns_times is None else struct.pack("qqqq", *divmod(ns_times[0], 10**9), *divmod(ns_times[1], 10**9))
+        )
         if isinstance(path, int):
             self._call("utimensat", path, path, None, packed, 0)
         else:
@@ -161,14 +163,14 @@ class _Marked:
         self, path: Any, attribute: Any, value: bytes, flags: int = 0, *, follow_symlinks: bool = True
     ) -> None:
         """Do what `os.setxattr` does."""
-        held = bytes(value)
-        name, where = _attribute("setxattr", path, follow_symlinks)
-        self._call(name, path, where, os.fsencode(attribute), held, len(held), flags)
+        data = bytes(value)
+        name, target = _attribute("setxattr", path, follow_symlinks)
+        self._call(name, path, target, os.fsencode(attribute), data, len(data), flags)
 
     def removexattr(self, path: Any, attribute: Any, *, follow_symlinks: bool = True) -> None:
         """Do what `os.removexattr` does."""
-        name, where = _attribute("removexattr", path, follow_symlinks)
-        self._call(name, path, where, os.fsencode(attribute))
+        name, target = _attribute("removexattr", path, follow_symlinks)
+        self._call(name, path, target, os.fsencode(attribute))
 
 
 def _folder(dir_fd: int | None) -> int:
@@ -183,5 +185,5 @@ def _attribute(name: str, path: Any, follow: bool) -> tuple[str, Any]:
 
 
 def _nanoseconds(seconds: float) -> int:
-    whole = math.floor(seconds)
-    return whole * 10**9 + math.floor((seconds - whole) * 1e9)
+    seconds_only = math.floor(seconds)
+    return seconds_only * 10**9 + math.floor((seconds - seconds_only) * 1e9)

@@ -22,7 +22,7 @@ _ALL_LOSSES = 200  # first steps, whose losses are all kept
 _LOSSES_EVERY = 8  # afterwards every eighth step keeps its losses if they are only displayed: keeping costs 8 us
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """Per-thread state: other threads may run forwards at the same time (an actor, an evaluation).
 
     Attributes:
@@ -32,19 +32,19 @@ class _Here(threading.local):
     inside = False
 
 
-_here = _Here()
+_thread_state = _ThreadState()
 
 
 def install(session: Session) -> None:
     """Set the taps that techniques, the recorder or `ranks` need."""
     run = session.run
-    if hears_forwards(session):
+    if taps_forwards(session):
         _tap_forward(session)
     if run.recorder is not None or run.acting("backward"):
         _tap_backward(session)
 
 
-def hears_forwards(session: Session) -> bool:
+def taps_forwards(session: Session) -> bool:
     """Return whether techniques, the recorder or `ranks` need to see forwards."""
     run = session.run
     carries = session.config.ranks is not None
@@ -64,22 +64,23 @@ def _tap_forward(session: Session) -> None:
     recorder = session.run.recorder
     acts = session.run.acting("forward") or session.run.acting("model") or session.config.ranks is not None
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
-    grad_enabled, here = torch.is_grad_enabled, _here
+    grad_enabled, thread_state = torch.is_grad_enabled, _thread_state
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # `is_dynamo_compiling` first: while compiling it is a constant, so nothing below is traced, where reading a
-        # clock would break the graph. `here.inside` second: it ends the checks for inner modules, for 50 ns each.
-        if is_dynamo_compiling() or here.inside or is_compiling() or is_tracing() or is_making_samples():
+        # clock would break the graph. `thread_state.inside` second: it ends the checks for inner modules, for 50 ns
+        # each.
+        if is_dynamo_compiling() or thread_state.inside or is_compiling() or is_tracing() or is_making_samples():
             return plain(self, *args, **kwargs)
-        # nn.DataParallel calls its replicas in threads of their own, in which `here.inside` is not set.
+        # nn.DataParallel calls its replicas in threads of their own, in which `thread_state.inside` is not set.
         if "_is_replica" in self.__dict__:
             return plain(self, *args, **kwargs)
         if resting is not None and resting.resting is not None and self.training and grad_enabled():
-            here.inside = True  # inner modules then pass at the first check
+            thread_state.inside = True  # inner modules then pass at the first check
             try:
                 return plain(self, *args, **kwargs)
             finally:
-                here.inside = False
+                thread_state.inside = False
         return outermost(self, args, kwargs)
 
     tap(Module, "__call__", lambda _: __call__)
@@ -89,12 +90,12 @@ def _tap_forward(session: Session) -> None:
 
 
 def _set_inside(inside: bool) -> bool:
-    """Set this thread's flag and return its former value.
+    """Set this thread's flag and return the previous value.
 
     Techniques that recompute a forward during backward call it, so that the modules do not count as outermost.
     """
-    before, _here.inside = _here.inside, inside
-    return before
+    previous, _thread_state.inside = _thread_state.inside, inside
+    return previous
 
 
 class _WatchedModules:
@@ -141,7 +142,7 @@ class _WatchedModules:
 
 def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     """Return the function that runs an outermost module's forward, with techniques, and records it."""
-    run, grad_enabled, here = session.run, torch.is_grad_enabled, _here
+    run, grad_enabled, thread_state = session.run, torch.is_grad_enabled, _thread_state
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
@@ -161,21 +162,21 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         recorder = run.recorder
         if recorder is not None and recorder.resting is not None and not (module.training and grad_enabled()):
             recorder.wake()  # validation is recorded in all steps
-        here.inside = True
+        thread_state.inside = True
         if recorder is None or recorder.resting is not None:
             try:
                 return forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
             finally:
-                here.inside = False
-        trains, graph, aside = module.training, grad_enabled(), False
+                thread_state.inside = False
+        trains, graph, may_be_validation = module.training, grad_enabled(), False
         validating = not (graph and (trains or watch.backward_through_eval))
         if validating and (trains or not watch.train_calls):
             # A forward without a graph, of a model in train mode or never trained so far. In the middle of training,
             # assume a teacher, a target network or an agent that acts, and count it as the step's forward. If a loss
-            # without a graph follows, it was validation after all: see `aside` in results.py.
+            # without a graph follows, it was validation after all: see `maybe_validation_seconds` in results.py.
             current = recorder.current
-            aside = current.trained or current.loader < 0 or current.loader in session.trained_loaders
-            validating = not aside
+            may_be_validation = current.trained or current.loader < 0 or current.loader in session.trained_loaders
+            validating = not may_be_validation
         session.validating, session.without_graph = validating, not graph
         phase = validation_phase if validating else training_phase
         if recorder.listeners:
@@ -184,10 +185,10 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
         try:
             output = forward(module, args, kwargs) if wraps else plain(module, *args, **kwargs)
         finally:
-            here.inside = False
+            thread_state.inside = False
             seconds = perf_counter() - start
             recorder.current.phases[phase] += seconds
-            session.aside = seconds if aside else 0.0
+            session.maybe_validation_seconds = seconds if may_be_validation else 0.0
             if recorder.listeners:
                 recorder.mark(Phase(phase), False)
         if trains:
@@ -214,7 +215,7 @@ def _tap_backward(session: Session) -> None:
     watching = session.on_backward
     tensor, compiling = torch.Tensor, torch.compiler.is_compiling
     # Trials compare losses step by step, and a run that is being tuned watches them: both keep every loss.
-    every = _LOSSES_EVERY if session.trial is None and session.config.auto is None else 1
+    interval = _LOSSES_EVERY if session.trial is None and session.config.auto is None else 1
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = run.recorder
@@ -225,7 +226,7 @@ def _tap_backward(session: Session) -> None:
         start = perf_counter()
         result = plain(tensors, *args, **kwargs)
         seconds = perf_counter() - start
-        thinned = recorder.steps % every and recorder.steps >= _ALL_LOSSES and recorder.kept.every == 1
+        thinned = recorder.steps % interval and recorder.steps >= _ALL_LOSSES and recorder.kept.every == 1
         recorder.backward(seconds, () if thinned else _losses(session, tensors, tensor))
         if recorder.listeners:
             recorder.mark(Phase.BACKWARD, False)
@@ -233,7 +234,7 @@ def _tap_backward(session: Session) -> None:
             callback(tensors, args, kwargs)
         if not session.optimizers:
             recorder.stepped_by_hand()
-        if looks[0] < 5 and not session.looking:  # `looking`: doctor's own profiler is on, not the script's
+        if looks[0] < 5 and not session.profiling:  # `profiling`: doctor's own profiler is on, not the script's
             looks[0] += 1
             _look_for_debug_tools(run.seen, torch)
         return result
@@ -254,10 +255,10 @@ def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -
         recorder = run.recorder
         if torch.compiler.is_compiling():
             return plain(*args, **kwargs)
-        again = kwargs.get("create_graph")
-        if again:
+        double_backward = kwargs.get("create_graph")
+        if double_backward:
             run.seen["double_backward"] = True
-        if again or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
+        if double_backward or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
             return plain(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if run.models and not any(isinstance(tensor, torch.nn.Parameter) for tensor in _as_tuple(inputs)):
@@ -290,8 +291,8 @@ def _losses(session: Session, tensors: Any, tensor: Any) -> list[Any]:
     return losses
 
 
-def _look_for_debug_tools(seen: dict[str, Any], torch: Any) -> None:
+def _look_for_debug_tools(observed: dict[str, Any], torch: Any) -> None:
     if torch.is_anomaly_enabled():
-        seen["anomaly"] = True
+        observed["anomaly"] = True
     if torch.autograd._profiler_enabled():
-        seen["profiler"] = "a profiler"
+        observed["profiler"] = "a profiler"

@@ -11,7 +11,7 @@ from hasten.evidence import Phase, facts
 from hasten.taps.protocol import Session
 from hasten.taps.wrapping import tap
 
-_NOTHING: list[float] = []  # marks a step without a closure
+_NO_CLOSURE: list[float] = []  # marks a step without a closure
 
 
 def install(session: Session) -> None:
@@ -33,8 +33,8 @@ def _building(build: Any, session: Session) -> Any:
         build(self, *args, **kwargs)
         if session.run.recorder is not None:
             # A strong reference only in a trial, which is short: its facts can then be read at the end.
-            held = (lambda: self) if session.trial is not None else weakref.ref(self)
-            session.optimizers[id(self)] = (held, facts.caller())
+            reference = (lambda: self) if session.trial is not None else weakref.ref(self)
+            session.optimizers[id(self)] = (reference, facts.caller())
         session.run.optimizer(self)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Read now: many scripts end with `destroy_process_group()`, before the evidence is written.
@@ -52,20 +52,20 @@ def _tap_steps(session: Session) -> None:
     begun: dict[int, tuple[float, float, list[float]]] = {}
     probes = session.trial is not None and session.trial.probe
 
-    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder = run.recorder
         if recorder is None or recorder.resting is not None:
             return None
         if recorder.listeners:
             recorder.mark(Phase.OPTIMIZER, True)
         if len(args) < 2 and not kwargs:  # no closure, as in nearly every training
-            begun[id(optimizer)] = (perf_counter(), -1.0, _NOTHING)
+            begun[id(optimizer)] = (perf_counter(), -1.0, _NO_CLOSURE)
             return None
-        inside: list[float] = []
-        begun[id(optimizer)] = (perf_counter(), recorder.optimizer_begins(), inside)
-        return _with_timed_closure(args, kwargs, inside)
+        in_closure: list[float] = []
+        begun[id(optimizer)] = (perf_counter(), recorder.optimizer_begins(), in_closure)
+        return _with_timed_closure(args, kwargs, in_closure)
 
-    def after(optimizer: Any, *_: Any) -> None:
+    def after_step(optimizer: Any, *_: Any) -> None:
         start, recorder = begun.pop(id(optimizer), None), run.recorder
         if recorder is None:
             return
@@ -79,20 +79,20 @@ def _tap_steps(session: Session) -> None:
         end = perf_counter()
         if recorder.listeners:
             recorder.mark(Phase.OPTIMIZER, False)
-        if start[2] is _NOTHING:
+        if start[2] is _NO_CLOSURE:
             recorder.optimizer_step(id(optimizer), start[0], end, -1.0)
             return
-        counted, inside = recorder.optimizer_begins() - start[1], sum(start[2])
+        recorded, in_closure = recorder.optimizer_begins() - start[1], sum(start[2])
         # A closure's seconds that are neither forward nor backward belong to the script or its trainer, not to the
         # optimizer: start the step that much later.
-        recorder.optimizer_step(id(optimizer), start[0] + max(0.0, inside - counted), end, start[1])
+        recorder.optimizer_step(id(optimizer), start[0] + max(0.0, in_closure - recorded), end, start[1])
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
-def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[float]) -> Any:
-    """Return a step's arguments with its closure replaced by one that appends its seconds to `inside`; None without."""
+def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], in_closure: list[float]) -> Any:
+    """Return a step's arguments with a closure that appends its seconds to `in_closure`; None without a closure."""
     named = callable(kwargs.get("closure"))
     closure = kwargs["closure"] if named else args[1] if len(args) == 2 and callable(args[1]) else None
     if closure is None:
@@ -104,18 +104,18 @@ def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         try:
             return closure(*closure_args, **closure_kwargs)
         finally:
-            inside.append(perf_counter() - start)
+            in_closure.append(perf_counter() - start)
 
     return (args, {**kwargs, "closure": timed}) if named else ((args[0], timed), kwargs)
 
 
 def _clearing(clear: Any, session: Session) -> Any:
-    seen = session.run.seen
+    observed = session.run.seen
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if not set_to_none:
-            if "zeroed_gradients" not in seen:
-                seen["zeroed_gradients"] = facts.caller()
+            if "zeroed_gradients" not in observed:
+                observed["zeroed_gradients"] = facts.caller()
             if session.on_zeroed is not None:
                 session.on_zeroed()
         clear(self, set_to_none)

@@ -40,12 +40,12 @@ class Overlay:
 
     # -- one spelling for each file --------------------------------------------------------------------
 
-    def place(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> str | None:
+    def resolve(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> str | None:
         """Return a file's real path in the script's view; None if the overlay does not handle it (free, or no path)."""
-        return self._place(path, follow, dir_fd)[0]
+        return self._resolve(path, follow, dir_fd)[0]
 
-    def _place(self, path: Any, follow: bool, dir_fd: int | None) -> tuple[str | None, bool]:
-        """Return the result of `place`, and whether a link was followed on the way."""
+    def _resolve(self, path: Any, follow: bool, dir_fd: int | None) -> tuple[str | None, bool]:
+        """Return the result of `resolve`, and whether a link was followed on the way."""
         text = self._full(path, dir_fd)
         if text is None:
             return None, False
@@ -53,9 +53,9 @@ class Overlay:
         if name in ("", ".", ".."):
             absolute, linked = self._walk(text)
         else:
-            if (known := self._folders.get(folder)) is None:
-                known = self._folders[folder] = self._walk(folder)
-            absolute, linked = f"{known[0].rstrip('/')}/{name}", known[1]
+            if (walked := self._folders.get(folder)) is None:
+                walked = self._folders[folder] = self._walk(folder)
+            absolute, linked = f"{walked[0].rstrip('/')}/{name}", walked[1]
             if follow and self._link(absolute) is not None:
                 absolute, linked = self._walk(absolute)[0], True
         return (None if self.is_free(absolute) else absolute), linked
@@ -103,23 +103,23 @@ class Overlay:
 
     def _walk(self, path: str) -> tuple[str, bool]:
         """Resolve a path in the script's view; return it, and whether it contained links."""
-        left, at, links = path.split("/")[::-1], "", 0
-        while left:
-            part = left.pop()
+        remaining, resolved, links = path.split("/")[::-1], "", 0
+        while remaining:
+            part = remaining.pop()
             if part in ("", "."):
                 continue
             if part == "..":
-                at = at.rpartition("/")[0]
+                resolved = resolved.rpartition("/")[0]
                 continue
-            there = f"{at}/{part}"
-            link = self._link(there) if links < _LINKS else None
+            candidate = f"{resolved}/{part}"
+            link = self._link(candidate) if links < _LINKS else None
             if link is None:
-                at = there
+                resolved = candidate
                 continue
             links += 1
-            at = "" if link.startswith("/") else at
-            left += link.split("/")[::-1]
-        return at or "/", links > 0
+            resolved = "" if link.startswith("/") else resolved
+            remaining += link.split("/")[::-1]
+        return resolved or "/", links > 0
 
     def _link(self, absolute: str) -> str | None:
         """Return a link's target; None for anything else."""
@@ -148,7 +148,7 @@ class Overlay:
             return False
         return True
 
-    def seen(self, absolute: str) -> str:
+    def readable_path(self, absolute: str) -> str:
         """Return where to read a file: in the scratch folder, or the user's path."""
         inside = self.root + absolute
         try:
@@ -159,23 +159,23 @@ class Overlay:
         except OSError:
             return inside if self.removed and self.is_removed(absolute) else absolute
 
-    def is_there(self, absolute: str) -> bool:
+    def exists_in_view(self, absolute: str) -> bool:
         """Return whether anything is at a path in the script's view."""
-        return self.exists(self.seen(absolute))
+        return self.exists(self.readable_path(absolute))
 
     def reading(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> tuple[Any, int | None]:
         """Return the path and folder descriptor with which to call Python's own functions to read a file."""
-        absolute, linked = self._place(path, follow, dir_fd)
+        absolute, linked = self._resolve(path, follow, dir_fd)
         if absolute is None:
             return path, dir_fd
-        where = self.seen(absolute)
+        readable = self.readable_path(absolute)
         # Keep the script's own spelling if it leads to the same file: it shows in messages and in `file.name`. A
         # relative path does not if the working folder is really one in the scratch folder.
-        if where == absolute and not linked and not self.is_inside(dir_fd):
+        if readable == absolute and not linked and not self.is_in_scratch(dir_fd):
             return path, dir_fd
-        return where, None
+        return readable, None
 
-    def is_inside(self, fd: int | None) -> bool:
+    def is_in_scratch(self, fd: int | None) -> bool:
         """Return whether an open file or folder is in the scratch folder; None stands for the working folder."""
         base = self.getcwd() if fd is None else self.readlink(f"/proc/self/fd/{fd}")
         return (base + os.sep).startswith(self.root + os.sep)
@@ -191,33 +191,33 @@ class Overlay:
             follow: Whether to follow a link at the path's end.
             dir_fd: Descriptor of the folder to which a relative path is relative; None: the working folder.
         """
-        absolute = self.place(path, follow, dir_fd)
-        return (path, dir_fd) if absolute is None else (self.written(absolute, keep), None)
+        absolute = self.resolve(path, follow, dir_fd)
+        return (path, dir_fd) if absolute is None else (self.writable_path(absolute, keep), None)
 
-    def written(self, absolute: str, keep: bool = True) -> str:
+    def writable_path(self, absolute: str, keep: bool = True) -> str:
         """Return a file's place in the scratch folder, ready for writing: with its folder, and with `keep` a copy."""
         inside = self.root + absolute
         parent = os.path.dirname(absolute)
-        if self.is_there(parent):
-            self.make(parent)
+        if self.exists_in_view(parent):
+            self.make_folder(parent)
         if not self.exists(inside) and not self.is_removed(absolute) and self.exists(absolute):
             mode = self.lstat(absolute).st_mode
             if stat.S_ISDIR(mode):
-                self.make(absolute)
+                self.make_folder(absolute)
             elif keep and stat.S_ISLNK(mode):
                 self.symlink(self.readlink(absolute), inside)
             elif keep and stat.S_ISREG(mode):
                 self._copy(absolute, inside)
         return inside
 
-    def make(self, absolute: str) -> str:
+    def make_folder(self, absolute: str) -> str:
         """Create a folder in the scratch folder if it is missing, with the mode of the user's folder, and return it."""
         inside = self.root + absolute
         if not self.exists(inside):
             if absolute not in ("", "/"):
-                self.make(os.path.dirname(absolute))
+                self.make_folder(os.path.dirname(absolute))
             self.mkdir(inside)
-            if self.is_theirs(absolute):
+            if self.is_users_folder(absolute):
                 self.chmod(inside, stat.S_IMODE(self.stat(absolute).st_mode) | stat.S_IRWXU)
         return inside
 
@@ -241,7 +241,7 @@ class Overlay:
             absolute = os.path.dirname(absolute)
         return False
 
-    def is_theirs(self, absolute: str) -> bool:
+    def is_users_folder(self, absolute: str) -> bool:
         """Return whether the user has a folder there that the script did not remove."""
         try:
             return stat.S_ISDIR(self.lstat(absolute).st_mode) and not self.is_removed(absolute)
@@ -251,7 +251,7 @@ class Overlay:
     def is_folder(self, absolute: str) -> bool:
         """Return whether there is a folder in the script's view."""
         try:
-            return stat.S_ISDIR(self.lstat(self.seen(absolute)).st_mode)
+            return stat.S_ISDIR(self.lstat(self.readable_path(absolute)).st_mode)
         except OSError:
             return False
 
@@ -263,28 +263,28 @@ class Overlay:
             self.removed.add(absolute)
         self.forget_links()
 
-    def bring(self, absolute: str) -> str:
+    def copy_up(self, absolute: str) -> str:
         """Copy a file, or a folder with its whole content, into the scratch folder; return its place there."""
         if not self.is_folder(absolute):
-            return self.written(absolute) if self.is_there(absolute) else self.root + absolute
-        inside = self.make(absolute)
+            return self.writable_path(absolute) if self.exists_in_view(absolute) else self.root + absolute
+        inside = self.make_folder(absolute)
         for name in self.names(absolute):
-            self.bring(os.path.join(absolute, name))
+            self.copy_up(os.path.join(absolute, name))
         return inside
 
     def remove(self, absolute: str, really: Callable[[str], None]) -> None:
         """Remove a file or an empty folder, by calling `really` with its place in the scratch folder."""
         if self.is_folder(absolute):
             # `rmdir` must fail if the user's folder has entries: bring one of them into the scratch folder.
-            self.make(absolute)
+            self.make_folder(absolute)
             if (names := self.names(absolute)) and not self.listdir(self.root + absolute):
-                self.bring(os.path.join(absolute, names[0]))
-        elif self.is_there(absolute):
-            self.written(absolute)
+                self.copy_up(os.path.join(absolute, names[0]))
+        elif self.exists_in_view(absolute):
+            self.writable_path(absolute)
         really(self.root + absolute)
         self.hide(absolute)
 
-    def lies_in(self, path: Any, dir_fd: int | None) -> bool:
+    def contains_scratch(self, path: Any, dir_fd: int | None) -> bool:
         """Return whether a path is the scratch folder itself, or a folder that contains it."""
         full = self._full(path, dir_fd)
         return full is not None and (self.root + os.sep).startswith(os.path.realpath(full).rstrip(os.sep) + os.sep)
@@ -292,10 +292,10 @@ class Overlay:
     def remove_tree(self, absolute: str, really: Callable[[str], None]) -> None:
         """Remove a folder with its content, by calling `really` with its place in the scratch folder."""
         if self.is_folder(absolute):
-            self.make(absolute)
+            self.make_folder(absolute)
             self.hide(absolute)  # before the removal, which then finds only the scratch folder's content
-        elif self.is_there(absolute):
-            self.written(absolute)
+        elif self.exists_in_view(absolute):
+            self.writable_path(absolute)
         really(self.root + absolute)
         self.forget_links()
 
@@ -305,8 +305,8 @@ class Overlay:
         """Return the folders on the disk that together make up a folder: the user's, then the scratch folder's."""
         inside = self.root + absolute
         if not self.exists(inside) or self.is_removed(absolute) or not stat.S_ISDIR(self.lstat(inside).st_mode):
-            return [self.seen(absolute)]
-        return [absolute, inside] if self.is_theirs(absolute) else [inside]
+            return [self.readable_path(absolute)]
+        return [absolute, inside] if self.is_users_folder(absolute) else [inside]
 
     def shows(self, layer: str, name: str) -> bool:
         """Return whether the script sees an entry of a layer; it may have removed the user's."""

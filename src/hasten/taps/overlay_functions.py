@@ -20,9 +20,9 @@ from hasten.taps.overlay import Overlay
 from hasten.taps.overlay_libraries import install_under_libraries
 
 _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_READ = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
-_CHANGED = ("chmod", "fchmod", "chown", "fchown", "utime", "setxattr", "removexattr", "truncate")
-_MADE = ("mkdir", "mkfifo", "mknod")
+_READING = ("stat", "access", "statvfs", "listxattr", "getxattr", "pathconf")
+_CHANGING = ("chmod", "fchmod", "chown", "fchown", "utime", "setxattr", "removexattr", "truncate")
+_MAKING = ("mkdir", "mkfifo", "mknod")
 
 
 def install(overlay: Overlay) -> None:
@@ -34,17 +34,17 @@ def install(overlay: Overlay) -> None:
             if vars(module).get(name) is plain:
                 setattr(module, name, builtins.open)
     _replace("open", _opening_descriptor(overlay, os.open))
-    for name in _READ:
+    for name in _READING:
         _replace(name, _reading(overlay, getattr(os, name)))
     for name in ("lstat", "readlink"):
         _replace(name, _reading(overlay, getattr(os, name), follow=False))
     # `fchmod` and others get a path if a user's file is open under the descriptor: the overlay's copy is changed then.
     # So they are made from the plain functions without the "f", which take a descriptor or a path.
-    plains = {name: getattr(os, name[1:] if name[1:] in _CHANGED else name) for name in _CHANGED}
+    plains = {name: getattr(os, name[1:] if name[1:] in _CHANGING else name) for name in _CHANGING}
     for name, change in plains.items():
         _replace(name, _changing(overlay, change))
     _replace("lchown", functools.partial(os.chown, follow_symlinks=False))
-    for name in _MADE:
+    for name in _MAKING:
         _replace(name, _making(overlay, getattr(os, name)))
     for name in ("remove", "unlink", "rmdir"):
         _replace(name, _removing(overlay, getattr(os, name)))
@@ -60,21 +60,21 @@ def install(overlay: Overlay) -> None:
     install_under_libraries(overlay)
 
 
-def _replace(name: str, ours: Any) -> None:
+def _replace(name: str, replacement: Any) -> None:
     """Replace a function of `os`, also in the sets in which `os` says what its functions support."""
     plain = getattr(os, name)
-    for known in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
-        if plain in known:
-            known.add(ours)
-    setattr(os, name, ours)
+    for supported in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if plain in supported:
+            supported.add(replacement)
+    setattr(os, name, replacement)
 
 
-def _replace_scandir(ours: Any) -> None:
+def _replace_scandir(replacement: Any) -> None:
     """Replace `os.scandir`, also where Python 3.13's `Path.glob` holds it; 3.11, 3.12 and 3.14 look it up in `os`."""
     plain, globber = os.scandir, getattr(glob, "_StringGlobber", None)
     if getattr(globber, "scandir", None) is plain:
-        globber.scandir = staticmethod(ours)  # type: ignore[union-attr]
-    _replace("scandir", ours)
+        globber.scandir = staticmethod(replacement)  # type: ignore[union-attr]
+    _replace("scandir", replacement)
 
 
 # -- opening -------------------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ def _opening_descriptor(overlay: Overlay, plain: Any) -> Any:
     def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         follow = not flags & (os.O_NOFOLLOW | os.O_EXCL)
         if flags & os.O_TMPFILE == os.O_TMPFILE:  # an unnamed file: `path` is its folder, which must exist
-            absolute = overlay.place(path, dir_fd=dir_fd)
-            if absolute is not None and overlay.is_theirs(absolute):
-                path, dir_fd = overlay.make(absolute), None
+            absolute = overlay.resolve(path, dir_fd=dir_fd)
+            if absolute is not None and overlay.is_users_folder(absolute):
+                path, dir_fd = overlay.make_folder(absolute), None
         elif flags & _WRITING_FLAGS:
             path, dir_fd = overlay.writing(path, follow=follow, dir_fd=dir_fd)
         else:
@@ -132,12 +132,14 @@ def _changing(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
         dir_fd = kwargs.pop("dir_fd", None)
-        absolute = overlay.place(path, kwargs.get("follow_symlinks", True), dir_fd)
-        if isinstance(path, int) and (absolute is None or overlay.is_inside(path)):
+        absolute = overlay.resolve(path, kwargs.get("follow_symlinks", True), dir_fd)
+        if isinstance(path, int) and (absolute is None or overlay.is_in_scratch(path)):
             return plain(path, *args, **kwargs)
         if absolute is not None:
-            there = overlay.is_there(absolute)  # if not, the plain function raises its usual error below
-            return plain(overlay.written(absolute) if there else overlay.seen(absolute), *args, **kwargs)
+            exists = overlay.exists_in_view(absolute)  # if not, the plain function raises its usual error below
+            return plain(
+                overlay.writable_path(absolute) if exists else overlay.readable_path(absolute), *args, **kwargs
+            )
         if dir_fd is not None:
             kwargs["dir_fd"] = dir_fd
         return plain(path, *args, **kwargs)
@@ -149,17 +151,17 @@ def _changing(overlay: Overlay, plain: Any) -> Any:
 
 
 def _refuse_present(overlay: Overlay, absolute: str | None, path: Any) -> None:
-    if absolute is not None and overlay.is_there(absolute):
+    if absolute is not None and overlay.exists_in_view(absolute):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
 
 
 def _making(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        absolute = overlay.place(path, False, dir_fd)
+        absolute = overlay.resolve(path, False, dir_fd)
         _refuse_present(overlay, absolute, path)
         if absolute is not None:
-            path, dir_fd = overlay.written(absolute, keep=False), None
+            path, dir_fd = overlay.writable_path(absolute, keep=False), None
         plain(path, *args, **kwargs, **({} if dir_fd is None else {"dir_fd": dir_fd}))
 
     return make
@@ -168,7 +170,7 @@ def _making(overlay: Overlay, plain: Any) -> Any:
 def _removing(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def remove(path: Any, *, dir_fd: int | None = None) -> None:
-        absolute = overlay.place(path, False, dir_fd)
+        absolute = overlay.resolve(path, False, dir_fd)
         if absolute is None:
             plain(path, dir_fd=dir_fd)
             overlay.forget_links()
@@ -181,9 +183,9 @@ def _removing(overlay: Overlay, plain: Any) -> Any:
 def _removing_tree(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def rmtree(path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
-        absolute = overlay.place(path, False, kwargs.get("dir_fd"))
+        absolute = overlay.resolve(path, False, kwargs.get("dir_fd"))
         if absolute is None:
-            if overlay.lies_in(path, kwargs.get("dir_fd")):
+            if overlay.contains_scratch(path, kwargs.get("dir_fd")):
                 # In the scratch folder the script sees the whole file system: removing it would empty the caches.
                 return
             plain(path, ignore_errors, *args, **kwargs)
@@ -200,14 +202,14 @@ def _removing_tree(overlay: Overlay, plain: Any) -> Any:
 def _moving(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def move(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        origin, goal = overlay.place(source, False, src_dir_fd), overlay.place(target, False, dst_dir_fd)
+        origin, goal = overlay.resolve(source, False, src_dir_fd), overlay.resolve(target, False, dst_dir_fd)
         if goal is not None:
-            overlay.written(goal, keep=False)
-            if overlay.is_there(goal):
-                overlay.bring(goal)
+            overlay.writable_path(goal, keep=False)
+            if overlay.exists_in_view(goal):
+                overlay.copy_up(goal)
             target, dst_dir_fd = overlay.root + goal, None
         if origin is not None:
-            source, src_dir_fd = overlay.bring(origin), None
+            source, src_dir_fd = overlay.copy_up(origin), None
         plain(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         for moved in (origin, goal):
             if moved is not None and origin != goal:
@@ -222,12 +224,12 @@ def _linking(overlay: Overlay, plain: Any) -> Any:
     def link(
         source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None, **kwargs: Any
     ) -> None:
-        goal = overlay.place(target, False, dst_dir_fd)
+        goal = overlay.resolve(target, False, dst_dir_fd)
         _refuse_present(overlay, goal, target)
         # A hard link to the user's own file would be a way to change it, so the link is to a copy.
         source, src_dir_fd = overlay.writing(source, follow=False, dir_fd=src_dir_fd)
         if goal is not None:
-            target, dst_dir_fd = overlay.written(goal, keep=False), None
+            target, dst_dir_fd = overlay.writable_path(goal, keep=False), None
         plain(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, **kwargs)
 
     return link
@@ -236,10 +238,10 @@ def _linking(overlay: Overlay, plain: Any) -> Any:
 def _symlinking(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def symlink(source: Any, target: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        goal = overlay.place(target, False, dir_fd)
+        goal = overlay.resolve(target, False, dir_fd)
         _refuse_present(overlay, goal, target)
         if goal is not None:
-            target, dir_fd = overlay.written(goal, keep=False), None
+            target, dir_fd = overlay.writable_path(goal, keep=False), None
         plain(source, target, target_is_directory, dir_fd=dir_fd)  # its target is not mapped: the overlay follows links
         overlay.forget_links()
 
@@ -252,7 +254,7 @@ def _symlinking(overlay: Overlay, plain: Any) -> Any:
 def _listing(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def listdir(path: Any = ".") -> Any:
-        absolute = overlay.place("." if path is None else path)
+        absolute = overlay.resolve("." if path is None else path)
         if absolute is None:
             return plain(path)
         layers = overlay.layers(absolute)
@@ -268,13 +270,13 @@ def _scanning(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def scandir(path: Any = ".") -> Any:
         shown = "." if path is None else path
-        absolute = overlay.place(shown)
+        absolute = overlay.resolve(shown)
         if absolute is None:
             return plain(path)
         layers = overlay.layers(absolute)
         if layers == [absolute] and not overlay.removed:
-            where = shown if isinstance(shown, int) else overlay.reading(shown)[0]
-            if where == shown:
+            mapped = shown if isinstance(shown, int) else overlay.reading(shown)[0]
+            if mapped == shown:
                 return plain(path)
         entries = {e.name: e for layer in layers for e in plain(layer) if overlay.shows(layer, e.name)}
         return _Entries(iter([_LayeredEntry(entry, shown) for entry in entries.values()]))
@@ -285,8 +287,14 @@ def _scanning(overlay: Overlay, plain: Any) -> Any:
 def _changing_folder(overlay: Overlay, plain: Any) -> Any:
     @functools.wraps(plain)
     def chdir(path: Any) -> None:
-        absolute = overlay.place(path)
-        plain(path if absolute is None else absolute if overlay.is_theirs(absolute) else overlay.seen(absolute))
+        absolute = overlay.resolve(path)
+        plain(
+            path
+            if absolute is None
+            else absolute
+            if overlay.is_users_folder(absolute)
+            else overlay.readable_path(absolute)
+        )
 
     return chdir
 

@@ -82,8 +82,8 @@ def _mapping(overlay: Overlay, plain: Any) -> Any:
 
     @functools.wraps(plain)
     def from_file(filename: Any, shared: bool | None = False, *args: Any, **kwargs: Any) -> Any:
-        place = overlay.writing(filename) if shared else overlay.reading(filename)
-        return plain(place[0], shared, *args, **kwargs)
+        mapped = overlay.writing(filename) if shared else overlay.reading(filename)
+        return plain(mapped[0], shared, *args, **kwargs)
 
     return from_file
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hasten.evidence import LoaderFacts
-from hasten.taps.steps_over import Listener, StepsOver
+from hasten.taps.step_listeners import Listener, StepListeners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,16 +28,16 @@ class BuiltLoader:
     """A DataLoader that the script has built.
 
     Attributes:
-        held: Returns the loader, or None once it was deleted.
+        loader: Returns the loader, or None once it was deleted.
         facts: The options it was built with.
         batch_bytes: Bytes of the first batch; 0 before that.
-        look_in: Batches to skip before the next one is shown to `on_batch`.
+        skip_batches: Batches to skip before the next one is shown to `on_batch`.
     """
 
-    held: Callable[[], Any]
+    loader: Callable[[], Any]
     facts: LoaderFacts
     batch_bytes: int = 0
-    look_in: int = 0
+    skip_batches: int = 0
 
 
 class Observer(Protocol):
@@ -55,7 +55,7 @@ class Session(ABC):
         config: This process's configuration.
         run: Applies techniques and holds the recorder, which is None if nothing is recorded (any more).
         trial: The limits of a trial; None outside of one.
-        steps_over: Calls listeners at the end of steps.
+        step_listeners: Calls listeners at the end of steps.
         loaders: Every DataLoader built; a loader's index here is its number.
         kept_loaders: Loaders kept alive until they are measured.
         optimizers: id of an optimizer -> a function that returns it (a weak reference; strong in a trial), and the
@@ -71,9 +71,9 @@ class Session(ABC):
         unscaled: id of a loss scaled by the script's GradScaler -> the unscaled loss.
         validating: Whether the last outermost forward was validation.
         without_graph: Whether the last outermost forward built no graph.
-        aside: Seconds of the last outermost forward if it becomes validation once a loss without a graph follows; else
-            0.0.
-        looking: Whether hasten itself profiles the current step.
+        maybe_validation_seconds: Seconds of the last outermost forward, if it counts as validation once a loss without
+            a graph follows; else 0.0.
+        profiling: Whether hasten itself profiles the current step.
         driver: Switches techniques while a tune runs.
         evidence_before_trials: The evidence from before doctor began to switch techniques; None until then.
         recorded: The recorder that `evidence_before_trials` was made from.
@@ -90,7 +90,7 @@ class Session(ABC):
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.trial: TrialOptions | None = config.trial
-        self.steps_over = StepsOver()
+        self.step_listeners = StepListeners()
         self.loaders: list[BuiltLoader] = []
         self.kept_loaders: list[DataLoader[Any]] = []
         self.optimizers: dict[int, tuple[Callable[[], Optimizer | None], str]] = {}
@@ -102,8 +102,8 @@ class Session(ABC):
         self.on_backward: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], None]] = []
         self.on_zeroed: Callable[[], None] | None = None
         self.unscaled: dict[int, Tensor | None] = {}
-        self.validating = self.without_graph = self.looking = False
-        self.aside = 0.0
+        self.validating = self.without_graph = self.profiling = False
+        self.maybe_validation_seconds = 0.0
         self.driver: Driver | None = None
         self.evidence_before_trials: Evidence | None = None
         self.recorded: Recorder | None = None
@@ -135,12 +135,12 @@ class Session(ABC):
         """Return the number (from 0) of the current training step; -1 outside of one, and during validation."""
 
     @abstractmethod
-    def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
+    def evidence_of(self, recorder: Recorder, may_probe: bool = True) -> Evidence:
         """Close a recorder and return its evidence, with everything else that is known.
 
         Args:
             recorder: The recorder.
-            asks: Whether datasets may be probed for samples that repeat, where this run calls for it.
+            may_probe: Whether datasets may be probed for samples that repeat, where this run calls for it.
         """
 
     @abstractmethod

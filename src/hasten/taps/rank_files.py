@@ -36,11 +36,13 @@ def install(across: CarriedRank) -> None:
     import torch
 
     rank = int(os.environ["RANK"])
-    files: _Rank0 | _Other = _Other(across, rank) if rank else _Rank0(across)
+    files: _Rank0 | _OtherRank = _OtherRank(across, rank) if rank else _Rank0(across)
 
     def saving(plain: Any) -> Any:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-            if not across.acts or not _has_name(f):  # a file in memory (`BytesIO`), which only this rank reads
+            if not across.in_rank_process or not _has_name(
+                f
+            ):  # a file in memory (`BytesIO`), which only this rank reads
                 return plain(obj, f, *args, **kwargs)
             return files.save(plain, obj, f, args, kwargs)
 
@@ -49,7 +51,7 @@ def install(across: CarriedRank) -> None:
     def loading(plain: Any) -> Any:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             # torch.load also unpickles from memory, for example tensors that another rank sent.
-            if not across.acts or not _has_name(f):
+            if not across.in_rank_process or not _has_name(f):
                 return plain(f, *args, **kwargs)
             return files.load(plain, f, args, kwargs)
 
@@ -64,7 +66,7 @@ class _Rank0:
 
     def __init__(self, across: CarriedRank) -> None:
         self._across = across
-        self._saved: set[tuple[int, int]] = set()  # identities of the saved files, see `_bytes_of`
+        self._saved: set[tuple[int, int]] = set()  # identities of the saved files, see `_identity_of`
         self._loads: Counter[str] = Counter()
 
     def save(self, plain: Any, obj: Any, file: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +74,7 @@ class _Rank0:
         with suppress(OSError, AttributeError):  # removed already, or a pipe: nobody can load it
             if not isinstance(file, str | os.PathLike):
                 file.flush()
-            self._saved.add(_bytes_of(_name(file)))
+            self._saved.add(_identity_of(_name(file)))
         return result
 
     def load(self, plain: Any, file: Any, args: Any, kwargs: Any) -> Any:
@@ -85,7 +87,7 @@ class _Rank0:
         saved_here = False
         if self._saved:
             with suppress(OSError):  # torch.load raises the better error
-                saved_here = _bytes_of(_name(file)) in self._saved
+                saved_here = _identity_of(_name(file)) in self._saved
         result = plain(file, *args, **kwargs)
         end = time.monotonic() + _READ_SECONDS
         # Wait only for files of this run: the other ranks find no mark in place of any other, and read it themselves.
@@ -94,7 +96,7 @@ class _Rank0:
         return result
 
 
-class _Other:
+class _OtherRank:
     """The side of the other ranks: saves marks, and reads rank 0's files in their place."""
 
     def __init__(self, across: CarriedRank, rank: int) -> None:
@@ -139,7 +141,7 @@ def _key(file: Any, loads: Counter[str]) -> str:
     return f"{_LOADS}/{name}/{loads[name]}"
 
 
-def _bytes_of(path: str) -> tuple[int, int]:
+def _identity_of(path: str) -> tuple[int, int]:
     """Return a file's identity: its size and a checksum of its end."""
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -161,9 +163,9 @@ def _is_marked(source: Any) -> bool:
                 return file.read(len(_MARK)) == _MARK
         except OSError:  # torch.load raises the better error
             return False
-    at = source.tell()
+    position = source.tell()
     marked = source.read(len(_MARK)) == _MARK
-    source.seek(at)
+    source.seek(position)
     return bool(marked)
 
 

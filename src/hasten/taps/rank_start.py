@@ -55,10 +55,10 @@ def _confine(scratch: str, options: RankOptions) -> None:
     sandbox.confine(scratch, (options.folder,))
     del os.environ["HASTEN_TRIAL"]  # `sandbox.confine` sets it, but this is no trial
     if sandbox.overlay is not None:
-        os.mkdir = _making(os.mkdir, sandbox.overlay, options.began)
+        os.mkdir = _making(os.mkdir, sandbox.overlay, options.started)
 
 
-def _making(plain: Any, overlay: Overlay, began: float) -> Any:
+def _making(plain: Any, overlay: Overlay, started: float) -> Any:
     """Wrap `os.mkdir` to succeed for a folder that rank 0 has just made.
 
     Rank 0 may make it between this rank's `if not exists(runs)` and `mkdir(runs)`, which would fail here.
@@ -69,12 +69,12 @@ def _making(plain: Any, overlay: Overlay, began: float) -> Any:
         try:
             plain(path, mode, dir_fd=dir_fd)
         except FileExistsError:
-            absolute = overlay.place(path, dir_fd=dir_fd)
-            if absolute is None or overlay.exists(overlay.root + absolute) or not overlay.is_theirs(absolute):
+            absolute = overlay.resolve(path, dir_fd=dir_fd)
+            if absolute is None or overlay.exists(overlay.root + absolute) or not overlay.is_users_folder(absolute):
                 raise
-            if overlay.stat(absolute).st_ctime < began:  # older than this run: it fails on rank 0 as well
+            if overlay.stat(absolute).st_ctime < started:  # older than this run: it fails on rank 0 as well
                 raise
-            overlay.make(absolute)
+            overlay.make_folder(absolute)
 
     os.supports_dir_fd.add(mkdir)
     return mkdir
@@ -97,11 +97,11 @@ def _seeding(plain: Any, common: int) -> Any:
 
     Not in DataLoader workers, each of which must draw different numbers.
     """
-    process, made = os.getpid(), itertools.count()
+    process, count = os.getpid(), itertools.count()
 
     @functools.wraps(plain)
     def default_rng(seed: Any = None) -> Any:
-        return plain((common, next(made)) if seed is None and os.getpid() == process else seed)
+        return plain((common, next(count)) if seed is None and os.getpid() == process else seed)
 
     return default_rng
 
@@ -111,7 +111,7 @@ def _note_errors(path: str, rank: int) -> None:
     show = sys.excepthook
 
     def note_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        ours = isinstance(error, HastenError)
+        is_ours = isinstance(error, HastenError)
         note = {
             "text": "".join(tracebacks.format_exception(kind, error, traceback)),
             "message": error.message if isinstance(error, HastenError) else "",
@@ -121,7 +121,7 @@ def _note_errors(path: str, rank: int) -> None:
         with open(path, "w") as file:
             json.dump(note, file)
         # The launcher prints hasten's own errors, and rank 0 shows the traceback of a Ctrl-C.
-        if not (ours or (rank and issubclass(kind, KeyboardInterrupt))):
+        if not (is_ours or (rank and issubclass(kind, KeyboardInterrupt))):
             show(kind, error, traceback)
 
     sys.excepthook = note_and_show

@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.evidence import Phase
 from hasten.taps.protocol import Session
-from hasten.taps.wrapping import passed_over, tap
+from hasten.taps.wrapping import hidden_from_warnings, tap
 
 _LOSSES = (
     "binary_cross_entropy",
@@ -42,7 +42,7 @@ def install(session: Session) -> None:
         _tap_copies(session)
 
 
-@passed_over
+@hidden_from_warnings
 def _tap_losses(session: Session) -> None:
     import torch
     import torch.nn.functional as functional
@@ -53,7 +53,7 @@ def _tap_losses(session: Session) -> None:
     def listening(plain: Any) -> Any:
         def loss(*args: Any, **kwargs: Any) -> Any:
             value = plain(*args, **kwargs)
-            if (session.validating or session.aside) and not (is_compiling() or transforming()):
+            if (session.validating or session.maybe_validation_seconds) and not (is_compiling() or transforming()):
                 recorder = session.run.recorder
                 if recorder is not None and isinstance(value, torch.Tensor) and _validates(session, recorder, value):
                     recorder.validation_loss(value.detach().float().mean())
@@ -82,18 +82,18 @@ def _validates(session: Session, recorder: Any, loss: Any) -> bool:
     if session.without_graph and loss.requires_grad:
         return False  # the loss of an earlier forward, after which a target network or a teacher ran without a graph
     # A forward that was taken for a teacher's (see modules.py) turns out to be validation: its loss has no graph.
-    if session.aside and not loss.requires_grad:
-        recorder.was_validation(session.aside)
-        session.validating, session.aside = True, 0.0
+    if session.maybe_validation_seconds and not loss.requires_grad:
+        recorder.was_validation(session.maybe_validation_seconds)
+        session.validating, session.maybe_validation_seconds = True, 0.0
     return bool(session.validating)
 
 
-@passed_over
+@hidden_from_warnings
 def untapped_for_script(functional: Any, taps: dict[str, Any], plains: dict[str, Any]) -> None:
     """Tap torch.jit.script to put torch's own functions back while it runs: it reads the source of what it compiles."""
     import torch
 
-    @passed_over
+    @hidden_from_warnings
     def scripting(plain: Any) -> Any:
         def script(*args: Any, **kwargs: Any) -> Any:
             for name, function in plains.items():

@@ -61,8 +61,12 @@ def confine(scratch: str, also: tuple[str, ...] = ()) -> None:
     caches += [os.environ[name] for name in _CACHES if os.environ.get(name)]
     # A "cache" that contains the working folder, the script or the home must not stay writable: `HF_HOME=.`,
     # `NUMBA_CACHE_DIR=/ws/`.
-    theirs = [os.getcwd(), home, *(os.path.dirname(word) or "." for word in sys.argv[:1])]
-    caches = [folder for folder in map(os.path.abspath, caches) if not any(holds(folder, place) for place in theirs)]
+    user_folders = [os.getcwd(), home, *(os.path.dirname(word) or "." for word in sys.argv[:1])]
+    caches = [
+        folder
+        for folder in map(os.path.abspath, caches)
+        if not any(contains(folder, user_folder) for user_folder in user_folders)
+    ]
     for folder in caches:
         with contextlib.suppress(OSError):  # the home is read-only: nothing is cached
             os.makedirs(folder, exist_ok=True)
@@ -102,10 +106,10 @@ def _keep_sockets_short(temporary: str) -> None:
         config["tempdir"] = f"/proc/{os.getpid()}/fd/{os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)}"
 
 
-def holds(folder: str, place: str) -> bool:
-    """Return whether `place` is the folder or inside it; links are followed in both."""
+def contains(folder: str, path: str) -> bool:
+    """Return whether `path` is the folder or inside it; links are followed in both."""
     real = os.path.realpath(folder)
-    return (os.path.realpath(place) + os.sep).startswith(real if real == os.sep else real + os.sep)
+    return (os.path.realpath(path) + os.sep).startswith(real if real == os.sep else real + os.sep)
 
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # Landlock's system calls, with the same numbers on every architecture

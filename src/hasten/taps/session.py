@@ -31,12 +31,12 @@ from hasten.taps.config import RunConfig, TrialOptions
 from hasten.taps.evidence import gather, run_of
 from hasten.taps.protocol import Session
 from hasten.taps.seeds import fix_torch_seeds
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 from hasten.taps.tracebacks import describe
 
 if TYPE_CHECKING:
     from hasten.check.witness import Witness
-    from hasten.taps.tuned import Told
+    from hasten.taps.tuned import RunTuner
 
 _COMPILED_BY = 5  # steps after which compilation counts as over, and a trial's seconds begin
 _FEWEST = 7  # fewest steps of a trial that its time limit ends: two of warm-up, and enough after them to tell a pace
@@ -53,17 +53,17 @@ class ProcessSession(Session):
         listens = bool(config.evidence) or config.auto is not None
         # The recorder must see every step if each step's loss is compared (trials) or steps end the run (doctor).
         may_rest = config.trial is None and (config.doctor is None or not config.doctor.steps)
-        recorder = Recorder(on_step=self.steps_over, on_pass=self._on_pass, may_rest=may_rest) if listens else None
+        recorder = Recorder(on_step=self.step_listeners, on_pass=self._on_pass, may_rest=may_rest) if listens else None
         self.run = run_of(config, recorder)
         self.built = Built(self)
         self.bounds = Bounds(self, config.doctor) if config.doctor is not None and listens else None
         self.live = LiveFile(Path(config.live), config.command, config.evidence) if config.live and listens else None
         self.witness: Witness | None = None  # of `hasten check`
-        self.auto: Told | None = None  # of `hasten run --auto` and `--replay`
+        self.auto: RunTuner | None = None  # of `hasten run --auto` and `--replay`
         self._is_fork = False
         self._interrupted = False  # whether a Ctrl-C that the script did not handle ended it
         self._leaving = threading.RLock()
-        self._since: float | None = None  # when compilation was over, on the recorder's clock
+        self._compiled_at: float | None = None  # when compilation was over, on the recorder's clock
         self._trained_passes = 0
 
     @classmethod
@@ -82,9 +82,9 @@ class ProcessSession(Session):
         else:  # outside any guard: without these taps the ranks would train apart, so an error must end the rank
             from hasten.taps import ranks
 
-            across = ranks.under(session)
+            across = ranks.install_inner(session)
             session._tap(data, modules, optimizers, results)
-            ranks.over(across)
+            ranks.install_outer(across)
         if config.doctor is not None:
             session._observe()
         if config.witness is not None:
@@ -130,9 +130,9 @@ class ProcessSession(Session):
         torch.set_num_threads(1)
         self.witness = Witness(options, self.complete)
         listen(self.witness)
-        self._end_before_exit(self.witness)
+        self._write_before_exit(self.witness)
 
-    def _end_before_exit(self, witness: Any) -> None:
+    def _write_before_exit(self, witness: Any) -> None:
         """Write the witness's result before `os._exit`, which ends a process without running atexit handlers."""
         plain, process = os._exit, os.getpid()
 
@@ -153,7 +153,7 @@ class ProcessSession(Session):
 
         # `root`: the tune that started this process also takes CPU when a block is over.
         self.driver = Driver(self.config.warm, board, recorder, self.complete, root=os.getppid())
-        self.steps_over.tell(self.driver.on_step)
+        self.step_listeners.add(self.driver.on_step)
 
     def _tune_the_run(self) -> None:
         if self.config.auto is not None:
@@ -183,9 +183,9 @@ class ProcessSession(Session):
 
     def _watch_the_steps(self) -> None:
         if self.run.recorder is not None:
-            self.steps_over.tell(self.built.look)
+            self.step_listeners.add(self.built.read_facts)
             if self.trial is not None and self.config.warm is None:
-                self.steps_over.tell(self._watch_the_trial)
+                self.step_listeners.add(self._watch_the_trial)
 
     def _watch_the_end(self) -> None:
         show = sys.excepthook
@@ -219,8 +219,8 @@ class ProcessSession(Session):
         self._leaving = threading.RLock()
         recorder = self.run.recorder
         if recorder is not None:
-            self.steps_over.restart()
-            self.steps_over.tell(self._begin_live_of_fork)
+            self.step_listeners.restart()
+            self.step_listeners.add(self._begin_live_of_fork)
             # Reset in place: the taps hold references to this recorder.
             recorder.__init__(recorder.now, recorder.on_step, recorder.on_pass, recorder.may_rest)  # type: ignore[misc]
             # multiprocessing's children end by `os._exit`, without atexit handlers, but run their finalizers.
@@ -228,15 +228,15 @@ class ProcessSession(Session):
 
     # -- the limits of a trial -------------------------------------------------------------------------
 
-    def _on_pass(self, opened: OpenPass, began: bool) -> None:
+    def _on_pass(self, opened: OpenPass, begins: bool) -> None:
         """Pass on that a pass began or ended; end a trial when a training pass beyond its `epochs` begins."""
         if self.bounds is not None:
-            self.bounds.on_pass(opened, began)
+            self.bounds.on_pass(opened, begins)
         if self.driver is not None:
-            self.driver.on_pass(opened, began)
+            self.driver.on_pass(opened, begins)
         if self.auto is not None:
-            self.auto.on_pass(opened, began)
-        if not began:
+            self.auto.on_pass(opened, begins)
+        if not begins:
             if opened.trained:
                 self._trained_passes += 1
                 self.trained_loaders.add(opened.loader)
@@ -260,11 +260,11 @@ class ProcessSession(Session):
             threading.Thread(target=self._end_in_time, args=(trial, recorder), daemon=True).start()
         enough = trial.steps if recorder.step_of == "optimizer" else 2 * trial.batches + 20
         if steps == _COMPILED_BY:
-            self._since = recorder.now()
+            self._compiled_at = recorder.now()
         ends_anywhere = self._trained_passes or recorder.step_of == "optimizer"
         # A trial with a loader may end within its first training pass only after four times the seconds.
         bound = trial.seconds if ends_anywhere else 4 * trial.seconds
-        late = self._since is not None and recorder.now() - self._since > bound
+        late = self._compiled_at is not None and recorder.now() - self._compiled_at > bound
         if (enough <= steps and (recorder.step_of == "optimizer" or not trial.cut)) or (late and steps >= 10):
             self.complete()
 
@@ -318,7 +318,7 @@ class ProcessSession(Session):
 
     def _leave(self) -> None:
         if self.run.recorder is None:
-            self._say_idle()
+            self._tell_what_was_idle()
             return
         recorder, self.run.recorder = self.run.recorder, None
         if not self.config.evidence:
@@ -328,7 +328,7 @@ class ProcessSession(Session):
         if (
             not recorder.kept.numbers
             and not stuck
-            and (self.is_helper() or mark_of(path) not in ("", self.config.former))
+            and (self.is_helper() or mark_of(path) not in ("", self.config.earlier_mark))
         ):
             return  # a launcher, a worker or a helper: the process that trained writes the evidence
         if self.rank:
@@ -344,26 +344,26 @@ class ProcessSession(Session):
         except Exception as error:
             messages.tell(f"hasten: could not write the evidence {path}: {error!r}")
 
-    def _say_idle(self) -> None:
+    def _tell_what_was_idle(self) -> None:
         if self.config.quiet or self.config.auto is not None:
             return
         lines = [f"skipped {line}" for line in self.run.skipped] + self.run.idle() if self.run.models else []
         for line in (*lines, *(() if self._is_fork else self.run.left_alone())):
             messages.tell(f"hasten: {line}")
 
-    def _with_trials(self, heard: Evidence) -> Evidence:
+    def _with_trials(self, evidence: Evidence) -> Evidence:
         """Return the evidence from before doctor switched techniques, with the results of switching them."""
-        if self.recorded is not None and self._asks_datasets(self.recorded):
-            heard = dataclasses.replace(heard, loaders=self.built.facts(self.recorded, True)["loaders"])
+        if self.recorded is not None and self._probes_datasets(self.recorded):
+            evidence = dataclasses.replace(evidence, loaders=self.built.facts(self.recorded, True)["loaders"])
         tried = self.tried() if self.tried is not None else ()
-        return dataclasses.replace(heard, tried=tried, skipped=tuple(self.run.skipped))
+        return dataclasses.replace(evidence, tried=tried, skipped=tuple(self.run.skipped))
 
-    def evidence_of(self, recorder: Recorder, asks: bool = True) -> Evidence:
+    def evidence_of(self, recorder: Recorder, may_probe: bool = True) -> Evidence:
         """Close a recorder and return its evidence, with everything else that is known."""
         recorder.close()
-        return gather(self, recorder, self.built.facts(recorder, asks and self._asks_datasets(recorder)))
+        return gather(self, recorder, self.built.facts(recorder, may_probe and self._probes_datasets(recorder)))
 
-    def _asks_datasets(self, recorder: Recorder) -> bool:
+    def _probes_datasets(self, recorder: Recorder) -> bool:
         """Return whether to probe datasets for samples that repeat, which makes a few samples.
 
         True in a trial that asks for it, and under doctor if the training waited for data and ended without an error.

@@ -9,7 +9,7 @@ from types import TracebackType
 from hasten.taps.after_import import after_import
 
 _IN_WORKER = "in DataLoader worker process"  # torch re-raises a worker's error with its traceback as the message
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_HASTEN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def describe(error: BaseException) -> str:
@@ -33,8 +33,10 @@ def place_of(error: BaseException) -> str:
     """Return the last `file:line` in the script's own code in an error's traceback, also a worker's; "" if none."""
     from hasten.evidence.libraries import is_library
 
-    own = [place for place in _places(error) if not (place.startswith(("<", _OURS)) or is_library(place))]
-    return "".join(own[-1:])
+    script_places = [
+        place for place in _places(error) if not (place.startswith(("<", _HASTEN_FOLDER)) or is_library(place))
+    ]
+    return "".join(script_places[-1:])
 
 
 def _places(error: BaseException) -> list[str]:
@@ -76,22 +78,22 @@ def hide_our_frames() -> None:
     after_import("threading", in_threads)
 
 
-def _strip(error: BaseException, seen: set[int]) -> None:
+def _strip(error: BaseException, visited: set[int]) -> None:
     """Remove hasten's frames from the tracebacks of an error, of its cause and context, and of a group's errors."""
-    if id(error) in seen:
+    if id(error) in visited:
         return
-    seen.add(id(error))
+    visited.add(id(error))
     first = error.__traceback__
-    while first is not None and first.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_HASTEN_FOLDER + os.sep):
         first = first.tb_next
     entry = first
     while entry is not None and entry.tb_next is not None:
-        if entry.tb_next.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+        if entry.tb_next.tb_frame.f_code.co_filename.startswith(_HASTEN_FOLDER + os.sep):
             entry.tb_next = entry.tb_next.tb_next
         else:
             entry = entry.tb_next
     error.__traceback__ = first or error.__traceback__  # an error within hasten alone keeps its traceback
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for other in (error.__cause__, error.__context__, *inner):
-        if other is not None:
-            _strip(other, seen)
+    for related in (error.__cause__, error.__context__, *inner):
+        if related is not None:
+            _strip(related, visited)

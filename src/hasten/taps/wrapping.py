@@ -22,15 +22,15 @@ def tap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     plain = getattr(owner, name, None)
     if plain is None:
         return
-    ours = functools.wraps(plain)(make(plain))
+    wrapper = functools.wraps(plain)(make(plain))
     if isinstance(owner, type):
-        ours.__module__, ours.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
     else:
-        ours.__module__, ours.__qualname__ = owner.__name__, name
-    setattr(owner, name, staticmethod(ours) if isinstance(vars(owner).get(name), staticmethod) else ours)
+        wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
+    setattr(owner, name, staticmethod(wrapper) if isinstance(vars(owner).get(name), staticmethod) else wrapper)
 
 
-def passed_over(maker: _Maker) -> _Maker:
+def hidden_from_warnings(maker: _Maker) -> _Maker:
     """Make `warnings` skip the frames of functions that `maker` defines when it counts a `stacklevel`.
 
     torch's warnings then point to the script's line, as in a plain run, and are shown as often. Python skips frames of

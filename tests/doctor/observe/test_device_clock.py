@@ -13,7 +13,7 @@ from hasten.doctor.observe import device_clock
 from hasten.doctor.observe.device_clock import watch
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
-from hasten.taps.steps_over import StepsOver
+from hasten.taps.step_listeners import StepListeners
 from tests.doctor.observe.sampling import sampled
 
 
@@ -43,7 +43,9 @@ class Gpu:
         self.free = 0.0  # when the GPU is done with all that is queued
         self.made = 0
         self.captures = False
-        self.session = SimpleNamespace(steps_over=StepsOver(), observers=[], run=SimpleNamespace(skip=self.skip))
+        self.session = SimpleNamespace(
+            step_listeners=StepListeners(), observers=[], run=SimpleNamespace(skip=self.skip)
+        )
         self.skipped: list[str] = []
         self.recorder = Recorder(self.clock, on_step=self.on_step)
         watch(self.session, self.recorder, self)
@@ -55,7 +57,7 @@ class Gpu:
         return self.now
 
     def on_step(self, steps: int) -> None:
-        self.session.steps_over(steps)
+        self.session.step_listeners(steps)
 
     def event(self) -> PlayedEvent:
         self.made += 1
@@ -219,7 +221,7 @@ import time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hasten.doctor.observe.device_clock import watch
-from hasten.taps.steps_over import StepsOver
+from hasten.taps.step_listeners import StepListeners
 from hasten.taps.session import ProcessSession
 class Event:
     def query(self): return True
@@ -300,7 +302,7 @@ def test_the_clock_is_that_of_the_one_gpu_that_trains(
 ) -> None:
     """Wherever the first parameter is. Of several GPUs none is taken: the times of one are not those of the step."""
     gpu = Gpu()
-    gpu.session = SimpleNamespace(steps_over=StepsOver(), observers=[], run=SimpleNamespace(skip=gpu.skip))
+    gpu.session = SimpleNamespace(step_listeners=StepListeners(), observers=[], run=SimpleNamespace(skip=gpu.skip))
     gpu.session.run.models, gpu.session.run.skipped = dict(enumerate(models)), gpu.skipped
     gpu.session.run.recorder = gpu.session.recorder = gpu.recorder
     asked: list[int] = []
@@ -308,7 +310,7 @@ def test_the_clock_is_that_of_the_one_gpu_that_trains(
     monkeypatch.setattr(device_clock, "CudaStream", lambda device: asked.append(device) or gpu)
     device_clock.install(gpu.session)
     for step in range(1, 6):
-        gpu.session.steps_over(step)
+        gpu.session.step_listeners(step)
     assert asked == ([clock] if isinstance(clock, int) else [])
     assert len(gpu.session.observers) == len(asked)
     assert [isinstance(clock, str) and clock in line for line in gpu.skipped] == [True] * isinstance(clock, str)

@@ -94,11 +94,11 @@ class _Bench:
         if session.rank or not self._is_first():
             time.sleep(3600)  # another rank measures; doctor ends this process
         built = session.loaders[current.loader]
-        loader = built.held()
+        loader = built.loader()
         iterator = current.iterator()
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()  # the script's own workers would compete for cores and memory
-        self._evidence = session.evidence_of(recorder, asks=False)
+        self._evidence = session.evidence_of(recorder, may_probe=False)
         self._bench = LoaderBench(built.facts)
         session.run.recorder = None  # drawing from the rebuilt loaders must not be recorded as training
         self._measure_and_finish(loader)

@@ -32,7 +32,7 @@ def install_call_probe(session: Session, recorder: Recorder) -> None:
     """Probe the steps from `_FIRST` on."""
     probe = CallProbe(session, recorder)
     session.observers.append(probe)
-    session.steps_over.tell(probe.on_step, _FIRST)
+    session.step_listeners.add(probe.on_step, _FIRST)
     os.register_at_fork(after_in_child=probe.stop)  # a worker forked in a probed step inherits the profile function
 
 

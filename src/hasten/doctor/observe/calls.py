@@ -14,8 +14,8 @@ from typing import Any
 from hasten.doctor.observe.event_log import EventLog, script_place
 from hasten.taps.after_import import once_imported
 from hasten.taps.protocol import Session
-from hasten.taps.steps_over import NEVER
-from hasten.taps.wrapping import passed_over, tap
+from hasten.taps.step_listeners import NEVER
+from hasten.taps.wrapping import hidden_from_warnings, tap
 
 _LARGE = 2**21  # elements in the logits, from which the technique chunked_loss acts
 _WRITER_METHODS = (
@@ -47,7 +47,7 @@ def tap_calls(session: Session, log: EventLog) -> None:
     _tap_loggers(session, log)
 
 
-@passed_over
+@hidden_from_warnings
 def _timed(plain: Any, kind: str, log: EventLog, detail: str = "") -> Any:
     """Wrap a function to note each call's time."""
     from torch.compiler import is_compiling
@@ -72,7 +72,7 @@ def _tap_clip(torch: Any, name: str, log: EventLog) -> None:
         setattr(torch.nn.utils, name, getattr(module, name))
 
 
-@passed_over
+@hidden_from_warnings
 def _large_loss(plain: Any, log: EventLog) -> Any:
     """Wrap `cross_entropy` to note calls with logits that need a gradient and are large."""
     from torch.compiler import is_compiling
@@ -88,7 +88,7 @@ def _large_loss(plain: Any, log: EventLog) -> Any:
     return cross_entropy
 
 
-@passed_over
+@hidden_from_warnings
 def _unsafe_load(plain: Any, log: EventLog) -> Any:
     """Wrap `torch.load` to note calls with `weights_only=False`."""
 
@@ -119,7 +119,7 @@ class _Saves:
             lambda module: tap(module, "save_file", lambda plain: self._saving(plain, "safetensors")),
         )
 
-    @passed_over
+    @hidden_from_warnings
     def _saving(self, plain: Any, detail: str) -> Any:
         def save(*args: Any, **kwargs: Any) -> Any:
             start = perf_counter()
@@ -133,7 +133,7 @@ class _Saves:
                 self._log.note_at("save", place, seconds, "", detail)
             elif recorder.steps:
                 if not self._pending:
-                    self._session.steps_over.tell(self._training_goes_on)
+                    self._session.step_listeners.add(self._training_goes_on)
                 self._pending.append((place, seconds, detail))
             return result
 
@@ -167,7 +167,7 @@ class DebugTools:
         tap(anomaly.detect_anomaly, "__enter__", lambda plain: self._switched_on(plain, "anomaly"))
         tap(anomaly.set_detect_anomaly, "__init__", lambda plain: self._switched_on(plain, "anomaly"))
 
-    @passed_over
+    @hidden_from_warnings
     def _switched_on(self, plain: Any, kind: str) -> Any:
         def switch(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = plain(self_, *args, **kwargs)
@@ -188,7 +188,7 @@ class DebugTools:
             return
         if not self._places:
             self._counted_until = max(0, self._log.in_step())
-            self._session.steps_over.tell(self._on_step)
+            self._session.step_listeners.add(self._on_step)
         self._places[kind] = place
         if self._log.in_step() >= 0:
             self._log.note_at(kind, place)

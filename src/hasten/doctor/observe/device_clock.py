@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.evidence import Phase
 from hasten.evidence.recorder import Recorder
 from hasten.taps.protocol import Session
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 
 if TYPE_CHECKING:
     from torch.cuda import Event
@@ -71,7 +71,7 @@ def install(session: Session) -> None:
             return NEVER
         return steps + 1 if steps < _PATIENCE else NEVER
 
-    session.steps_over.tell(on_step)
+    session.step_listeners.add(on_step)
 
 
 def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
@@ -91,7 +91,7 @@ def watch(session: Session, recorder: Recorder, stream: CudaStream) -> None:
 
     recorder.listeners.append(guarded(clock.mark))
     recorder.on_close.append(guarded(clock.read))
-    session.steps_over.tell(guarded(clock.step_over))
+    session.step_listeners.add(guarded(clock.step_over))
     session.observers.append(clock)
 
 

@@ -39,7 +39,7 @@ def install(session: Session) -> None:
     """Watch the backwards of some steps, from the first on."""
     graphs = Graphs(session, session.recorder)
     session.observers.append(graphs)
-    session.steps_over.tell(graphs.on_step, 1)
+    session.step_listeners.add(graphs.on_step, 1)
     session.on_backward.append(graphs.on_backward)
 
 

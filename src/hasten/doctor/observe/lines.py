@@ -48,7 +48,7 @@ def install(session: Session) -> None:
         return
     watch = LineWatch(session, session.recorder)
     session.observers.append(watch)
-    session.steps_over.tell(watch.on_step, _FROM)
+    session.step_listeners.add(watch.on_step, _FROM)
     os.register_at_fork(after_in_child=watch.forked)
 
 
@@ -115,7 +115,7 @@ class LineWatch:
             False if nothing was recorded: no step is running, or hasten itself profiles it.
         """
         session, between_steps = self._session, self._recorder.step_in_progress() < 0
-        if session.looking:
+        if session.profiling:
             return False
         place: tuple[CodeType, int] | None = None
         phase: Phase | None = None

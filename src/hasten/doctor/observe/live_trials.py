@@ -23,7 +23,7 @@ from hasten.online.blocks import BlockRequest, OpenBlock, synchronize
 from hasten.online.eligibility import ranks_joined
 from hasten.plan import Setting
 from hasten.switchboard import Switchboard
-from hasten.taps.steps_over import Listener
+from hasten.taps.step_listeners import Listener
 from hasten.techniques import Resource, toml_value
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def begin(session: Session, seconds: float, bound: Listener) -> bool:
     try:
         session.ended = "complete"
         session.recorded = recorder.so_far()
-        session.evidence_before_trials = session.evidence_of(session.recorded, asks=False)
+        session.evidence_before_trials = session.evidence_of(session.recorded, may_probe=False)
         trials = LiveTrials(board, recorder, session.evidence_before_trials, seconds, session.complete)
     except Exception as error:  # a tap never breaks a script
         session.run.skip("trying changes in the run", error)
@@ -74,8 +74,8 @@ def begin(session: Session, seconds: float, bound: Listener) -> bool:
     if not trials.planned:
         return False
     session.tried = trials.tried
-    session.steps_over.only(bound)
-    session.steps_over.tell(trials.on_step)
+    session.step_listeners.keep_only(bound)
+    session.step_listeners.add(trials.on_step)
     trials.begin()
     return True
 

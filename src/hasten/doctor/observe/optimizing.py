@@ -47,7 +47,7 @@ class Rates:
         """Start reading rates after steps, and read more often when an optimizer is built."""
         import torch
 
-        self._session.steps_over.tell(self.on_step, 1)
+        self._session.step_listeners.add(self.on_step, 1)
         tap(torch.optim.Optimizer, "__init__", self._building)
 
     def _building(self, plain: Any) -> Any:
@@ -56,7 +56,7 @@ class Rates:
 
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
-            self._session.steps_over.hurry(self.on_step)
+            self._session.step_listeners.call_soon(self.on_step)
             self._all_until = self._session.run.recorder.steps + _ALL_OF_THE_FIRST if self._session.run.recorder else 0
             if self._first_step_hook is None:
                 self._first_step_hook = register_optimizer_step_pre_hook(self._before_the_first)

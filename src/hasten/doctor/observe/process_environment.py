@@ -11,7 +11,7 @@ from typing import Any
 from hasten.evidence import ProcessEnvironment
 from hasten.evidence.disks import filesystem
 from hasten.taps.protocol import Session
-from hasten.taps.steps_over import NEVER
+from hasten.taps.step_listeners import NEVER
 
 _INSIDE = 3  # levels of datasets within datasets to search (Subset, ConcatDataset, a script's own wrapper)
 # Attributes in which datasets keep the folder of their files.
@@ -23,7 +23,7 @@ def install(session: Session) -> None:
     """Read threads and the data's folder in an early step, and the rest when the run ends."""
     reader = SurroundingsReader(session)
     session.observers.append(reader)
-    session.steps_over.tell(reader.on_step, _READ_EARLY)
+    session.step_listeners.add(reader.on_step, _READ_EARLY)
 
 
 class SurroundingsReader:
@@ -49,7 +49,7 @@ class SurroundingsReader:
         recorder = self._session.run.recorder
         passes = list(recorder._open.values()) if recorder is not None else ()
         datasets = [getattr(running.iterator(), "_dataset", None) for running in passes]
-        datasets += [getattr(built.held(), "dataset", None) for built in self._session.loaders]
+        datasets += [getattr(built.loader(), "dataset", None) for built in self._session.loaders]
         self._folder = next((folder for dataset in datasets if (folder := folder_of(dataset))), "")
 
     def facts(self) -> dict[str, Any]:

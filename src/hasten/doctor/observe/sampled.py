@@ -73,7 +73,7 @@ class StepSampler:
         self._next = next(self._plan)
         watch_for_other_profilers(self._on_other_profiler)
         before_compiling(self._compiling)
-        session.steps_over.tell(self._on_step, 1)
+        session.step_listeners.add(self._on_step, 1)
         self._watch_passes()
         os.register_at_fork(before=self._before_fork, after_in_child=self._in_child)
 
@@ -127,10 +127,10 @@ class StepSampler:
             count = min(most, self._steps_to_observe())
             profile = self._profile = ProfileLook(self._recorder, self._on_gpu())
             profile.prepare()
-            self._session.looking = True
+            self._session.profiling = True
             steps = yield from self._look_at_layers(steps, count)
             steps = yield from self._look_at_operators(profile, steps, count)
-            self._session.looking = False
+            self._session.profiling = False
             self._profile = None
 
     def _look_at_layers(self, steps: int, count: int) -> Generator[int, int, int]:
@@ -198,7 +198,7 @@ class StepSampler:
 
     def _end_looks(self) -> None:
         """Remove hooks and profiler now; keep what they saw of whole steps."""
-        self._session.looking = False
+        self._session.profiling = False
         self._end_layers()
         with self._session.run.guard("profiling a step"):  # if the profiler fails, the layers are kept all the same
             self._end_profile()
@@ -240,7 +240,7 @@ class StepSampler:
         self._next = sys.maxsize
         self._profile = self._profiled = None
         self._skipped = ["the process was forked"]
-        self._session.looking = False
+        self._session.profiling = False
         if self._layer_look is not None:
             self._layer_look.end()
 

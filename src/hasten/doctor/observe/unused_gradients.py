@@ -19,7 +19,7 @@ def install(session: Session) -> None:
     """Check the parameters twice."""
     observer = UnusedGradients(session)
     session.observers.append(observer)
-    session.steps_over.tell(observer.on_step, _FIRST_CHECK)
+    session.step_listeners.add(observer.on_step, _FIRST_CHECK)
 
 
 class UnusedGradients:

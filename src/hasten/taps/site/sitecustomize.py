@@ -6,9 +6,9 @@ import sys
 
 def _start() -> None:
     # Step aside first, and import the environment's own `sitecustomize`, which this file shadows, if there is one.
-    here = os.path.dirname(os.path.abspath(__file__))
-    ours = sys.modules[__name__]
-    sys.path[:] = [place for place in sys.path if os.path.abspath(place) != here]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    this_module = sys.modules[__name__]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != folder]
     del sys.modules[__name__]
     try:
         import sitecustomize  # noqa: F401
@@ -16,7 +16,7 @@ def _start() -> None:
         if error.name != "sitecustomize":
             _say(f"sitecustomize: {error!r}")
     finally:
-        sys.modules.setdefault(__name__, ours)
+        sys.modules.setdefault(__name__, this_module)
     if "HASTEN_RUN" in os.environ:
         try:
             from hasten.taps.boot import boot
