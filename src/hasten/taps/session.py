@@ -334,11 +334,9 @@ class ProcessSession(Session):
         if self.rank:
             return
         try:
-            (
-                self.evidence_of(recorder)
-                if self.evidence_before_trials is None
-                else self._with_trials(self.evidence_before_trials)
-            ).write(path)
+            before = self.evidence_before_trials
+            evidence = self.evidence_of(recorder) if before is None else self._with_trials(before)
+            evidence.write(path)
         except HastenError as error:  # must not change the script's exit code
             messages.tell(f"hasten: {error}")
         except Exception as error:

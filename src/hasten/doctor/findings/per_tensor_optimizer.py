@@ -57,9 +57,8 @@ class PerTensorOptimizer(Rule):
         """Return a finding if a fused optimizer was measured faster."""
         tried = evidence.measured_for(cls.name)
         measured_seconds = sum(trial.before * trial.calls for trial in tried)
-        if not (measured_seconds > 0 or is_sure(evidence, cls.name)) or isinstance(
-            FusedOptimizer.settings(evidence), Refusal
-        ):
+        known = measured_seconds > 0 or is_sure(evidence, cls.name)
+        if not known or isinstance(FusedOptimizer.settings(evidence), Refusal):
             return None
         phase = share_of(evidence, seconds_of(evidence, Phase.OPTIMIZER))
         fusable = next(

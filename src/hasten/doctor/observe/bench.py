@@ -35,9 +35,8 @@ from hasten.taps.wrapping import tap
 from hasten.techniques.data.fork_safety import holds_open
 
 _FLAME = 4.0  # seconds to record one worker with py-spy, at most
-_MOST_WITHOUT_LOADER = (
-    5  # backwards without a DataLoader batch after which the script counts as training without a loader
-)
+# Backwards without a DataLoader batch after which the script counts as training without a loader.
+_MOST_WITHOUT_LOADER = 5
 _HUNG = 3.0  # the bench counts as hung after this many times its seconds, plus a minute
 _SHARDS = re.compile(r"get_worker_info|worker_info|split_by_worker|split_dataset_by_node|num_shards")
 _ANY_PROCESS = -1  # PR_SET_PTRACER_ANY

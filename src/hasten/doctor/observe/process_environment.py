@@ -116,9 +116,8 @@ def folder_of(dataset: Any, depth: int = _INSIDE) -> str:
 def _is_tensor(value: Any) -> bool:
     """Return whether a value is torch's or numpy's, and no dataset: it can be indexed like one (a tensor, an array)."""
     module = type(value).__module__
-    return module.split(".")[0] in ("torch", "numpy") and not module.startswith(
-        "torch.utils.data."
-    )  # a Subset's Subset
+    # "torch.utils.data." is the module of a Subset's Subset, which is a dataset.
+    return module.split(".")[0] in ("torch", "numpy") and not module.startswith("torch.utils.data.")
 
 
 def _folder(value: Any) -> str:

@@ -158,7 +158,7 @@ class LoaderStages:
         self.on = False
         self.remove()
         return {
-            "stages": tuple(loader_stages for loader_stages in stages if loader_stages is not None),
+            "stages": tuple(sampled for sampled in stages if sampled is not None),
             "disturbed": tuple(sorted(self._steps)),
         }
 

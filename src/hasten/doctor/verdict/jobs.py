@@ -48,9 +48,8 @@ def _job(finding: str, change: str, group: Group, before: Case, after: Case, det
     if group.seconds / group.calls > _LONG and before.shape[0] > 1:
         full = before.shape[0]
         reduced = max(1, int(full * _LONG * group.calls / group.seconds))
-        reduced = (
-            reduced - reduced % 8 or reduced
-        )  # a multiple of 8, so that the smaller batch does not itself get slower kernels
+        # A multiple of 8, so that the smaller batch does not itself get slower kernels.
+        reduced = reduced - reduced % 8 or reduced
         time_factor = full / reduced
         before = dataclasses.replace(before, shape=(reduced, *before.shape[1:]))
         after = dataclasses.replace(after, shape=(reduced, *after.shape[1:]))
