@@ -110,9 +110,9 @@ def doctor(
         diagnosis, run_evidence, code = *_look_again(kept), 0
     else:
         options = _bounded(steps, seconds, epochs, trace, not no_sample)
-        heard = _listen(command, options, whole, evidence)
-        run_evidence, code = heard.evidence, heard.exit_code
-        diagnosis = _heeding_comments(diagnose(run_evidence, _read_source(command), heard.unseen, heard.notes))
+        run = _listen(command, options, whole, evidence)
+        run_evidence, code = run.evidence, run.exit_code
+        diagnosis = _heeding_comments(diagnose(run_evidence, _read_source(command), run.unseen, run.notes))
     with makes_sense(kept) if kept is not None else contextlib.nullcontext():
         _show(diagnosis, run_evidence, html, json)
     if not code and fail_on:
@@ -170,15 +170,15 @@ def measure_loader(
     from hasten.doctor.endings import no_loader_measured
     from hasten.doctor.verdict.loader import consumed
 
-    heard = _listen(command, options, False, evidence)
-    found, bench = heard.evidence, heard.evidence.loader_bench
+    run = _listen(command, options, False, evidence)
+    run_evidence, bench = run.evidence, run.evidence.loader_bench
     if bench is None or not bench.rates:
-        raise no_loader_measured(found, bool(heard.stopped), options.seconds)
+        raise no_loader_measured(run_evidence, bool(run.stopped), options.seconds)
     if training is not None:
         bench = dataclasses.replace(bench, consumed=consumed(training, bench.loader))
-        found = dataclasses.replace(found, loader_bench=bench)
-    _show(diagnose(found, (), heard.unseen), found, html, json)
-    return heard.exit_code or int(not bench.measured)
+        run_evidence = dataclasses.replace(run_evidence, loader_bench=bench)
+    _show(diagnose(run_evidence, (), run.unseen), run_evidence, html, json)
+    return run.exit_code or int(not bench.measured)
 
 
 def _goes_with_training(**options: object) -> None:

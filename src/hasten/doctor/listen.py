@@ -139,8 +139,8 @@ class _Observation:
         self.command = command
         self.to_the_end = to_the_end
         self.scratch = scratch
-        self.evidence = scratch / "evidence.json"
-        self.live = live_path(evidence.absolute() if evidence is not None and to_the_end else self.evidence)
+        self.evidence_path = scratch / "evidence.json"
+        self.live = live_path(evidence.absolute() if evidence is not None and to_the_end else self.evidence_path)
         bounds = {"steps": 0, "seconds": 0.0, "epochs": 0} if to_the_end else {}
         self.options = dataclasses.replace(
             options,
@@ -160,7 +160,7 @@ class _Observation:
     def run(self) -> ObservedRun:
         """Start the process, wait for its end, and return what is known of the run."""
         config = RunConfig(
-            evidence=str(self.evidence), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
+            evidence=str(self.evidence_path), command=self.command, quiet=True, doctor=self.options, live=str(self.live)
         )
         _adopt_orphans()
         env = environment(config, dict(os.environ))
@@ -196,7 +196,7 @@ class _Observation:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL)
             now = time.perf_counter()
-            if _ready_to_end(self.evidence).exists():
+            if _ready_to_end(self.evidence_path).exists():
                 return None
             if self.stopped:
                 waited = now - self.stopped_at
@@ -247,11 +247,11 @@ class _Observation:
         unseen = [*sampler.failed, *filter(None, (sampler.gpus.failed,))]
         evidence = None
         try:
-            evidence = read_evidence(self.evidence) if self.evidence.is_file() else None
+            evidence = read_evidence(self.evidence_path) if self.evidence_path.is_file() else None
         except HastenError as error:
             unseen.append(f"the evidence: {error.message}")
         cut = (evidence is not None and evidence.ended == "complete") or (self.hung and not self.stopped)
-        error_file = self.evidence.with_name(f"{self.evidence.name}.error")
+        error_file = self.evidence_path.with_name(f"{self.evidence_path.name}.error")
         ended = error_file.read_text() if error_file.is_file() else how_it_ended(code, self.hung)
         if evidence is None:
             evidence, reason = self._without_evidence(ended, started, seconds)
@@ -299,9 +299,9 @@ class _Observation:
         return notes
 
 
-def _ready_to_end(evidence: Path) -> Path:
+def _ready_to_end(evidence_path: Path) -> Path:
     """Return the file that the training process creates beside its evidence when it waits to be killed."""
-    return evidence.with_name(f"{evidence.name}.over")
+    return evidence_path.with_name(f"{evidence_path.name}.over")
 
 
 def _at_tty() -> bool:

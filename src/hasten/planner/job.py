@@ -233,7 +233,9 @@ def _states(evidence: Evidence, overrides: JobOverrides, trained: int, number: i
         raise HastenError("the evidence has no optimizer", "say what it keeps: --optimizer-bytes 8 (a parameter)")
     if len(evidence.optimizers) == 1:
         return trained * number * numbers_kept(evidence.optimizers[0])
-    return number * sum(numbers_kept(one) * sum(map(math.prod, one.shapes)) for one in evidence.optimizers)
+    return number * sum(
+        numbers_kept(optimizer) * sum(map(math.prod, optimizer.shapes)) for optimizer in evidence.optimizers
+    )
 
 
 def numbers_kept(optimizer: OptimizerFacts) -> int:
