@@ -159,6 +159,41 @@ def test_what_spoils_the_loss_is_off_for_good(tmp_path: Path, change: str, said:
     assert schedule(tmp_path)[-1] == set()
 
 
+COMPILES = "planted('compiles', {change}, Liveness.LAST)"
+LONG = 10_000  # epochs of 50 steps of 10 ms: long enough for compiling to pay, however busy the machine
+
+
+def test_compiling_comes_last_and_stays_if_it_helps(tmp_path: Path) -> None:
+    script(tmp_path, "planted('helps', -0.01)", COMPILES.format(change=-0.006), steps=400)
+    done = tuned(tmp_path, 4.0, LONG)
+    assert (done.code, done.out) == (0, "on at the end: ['compiles', 'helps']\n"), done.err
+    assert re.search(r"settled after \d+ steps: helps = true: ", done.err)
+    assert re.search(
+        r"changed its mind after \d+ steps: (helps = true, compiles|compiles = true, helps) = true", done.err
+    )
+    assert Plan.read(tmp_path / "hasten-auto.toml").techniques == {"helps": True, "compiles": True}
+    first = next(place for place, on in enumerate(schedule(tmp_path)) if "compiles" in on)
+    assert {"helps"} in schedule(tmp_path)[:first]  # the search was over
+    assert {"compiles"} not in schedule(tmp_path)
+
+
+def test_compiling_that_makes_steps_slower_is_off_again(tmp_path: Path) -> None:
+    script(tmp_path, "planted('helps', -0.01)", COMPILES.format(change=0.006), steps=400)
+    done = tuned(tmp_path, 4.0, LONG)
+    assert (done.code, done.out) == (0, "on at the end: ['helps']\n"), done.err
+    assert {"compiles", "helps"} in schedule(tmp_path)
+    assert Plan.read(tmp_path / "hasten-auto.toml").techniques == {"helps": True}
+
+
+@pytest.mark.parametrize("epochs", [None, 80])
+def test_nothing_is_compiled_where_it_may_not_pay(tmp_path: Path, epochs: int | None) -> None:
+    """The training's length is not known, or it is over in a minute or so."""
+    script(tmp_path, "planted('helps', -0.01)", COMPILES.format(change=-0.006), steps=100)
+    done = tuned(tmp_path, 4.0, epochs)
+    assert (done.code, done.out) == (0, "on at the end: ['helps']\n"), done.err
+    assert not any("compiles" in on for on in schedule(tmp_path))
+
+
 def test_a_technique_that_fails_is_left_out(tmp_path: Path) -> None:
     broken = "planted('breaks', 1.0)\nCATALOGUE['breaks'].on = lambda self: 1 / 0"
     script(tmp_path, "planted('helps', -0.015)", broken)

@@ -29,10 +29,10 @@ from hasten.online.eligibility import candidates, now_left_alone, seconds_of_ste
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
 from hasten.online.record import Event, MeasuredBlock
-from hasten.online.schedule import BlockRequests, Host, ask, play_off, search
+from hasten.online.schedule import BlockRequests, Host, ask, compile_in_run, play_off, search
 from hasten.online.switches import RecordedSwitch, Schedule, process_of
 from hasten.plan import Setting
-from hasten.techniques import Liveness, toml_value
+from hasten.techniques import Liveness, Technique, toml_value
 
 if TYPE_CHECKING:
     from hasten.evidence.open_pass import OpenPass
@@ -93,6 +93,7 @@ class Auto:
         self._driver: Driver | None = None
         self._schedule: Schedule | None = None
         self._able: tuple[Candidate, ...] = ()
+        self._whole: int | None = None  # steps of the whole training, if known
         self._chosen: frozenset[int] | None = None
         self._hopeful: frozenset[int] = frozenset()  # per-pass techniques never measured, on from the next pass
         self._passes = self._look_at = 0
@@ -198,7 +199,8 @@ class Auto:
         if self._around.together is not None and (why := self._around.together(evidence)):
             self._why = why
             return
-        able = candidates(evidence, [one for one in self._board.techniques if one.switchable])
+        self._whole = whole = steps_known(evidence, self._options)
+        able = candidates(evidence, [one for one in self._board.techniques if one.switchable and self._in_time(one)])
         self._able = able = tuple(one for one in able if not too_large(one.name, evidence))
         self._why = too_short(evidence, self._options)
         if not able:
@@ -216,7 +218,6 @@ class Auto:
             self._why = f"{self._options.schedule} cannot be written: {error.strerror}"
             return
         self._step_seconds = seconds_of_step(evidence)
-        whole = steps_known(evidence, self._options)
         seconds = min(self._options.most_seconds, _SHARE * whole * self._step_seconds if whole else math.inf)
         self._block_seconds = max(_LEAST_BLOCK, min(_MOST_BLOCK, seconds / _BLOCKS))
         until = time.monotonic() + seconds
@@ -224,11 +225,16 @@ class Auto:
         ranks = None if self._around.together is None else os.getppid()  # their launcher, and so all of them
         self._driver = Driver(options, self._board, self._recorder, self._asked_all, self._wishes, self, ranks)
 
+    def _in_time(self, technique: Technique) -> bool:
+        """Return whether a technique can pay. One that compiles needs a known length, and ranks would wait for it."""
+        compiles = technique.liveness_of(technique.setting) is Liveness.LAST
+        return not compiles or (self._whole is not None and self._around.together is None)
+
     # -- the schedule of blocks --------------------------------------------------------------------------------
 
     def _wishes(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         """Request blocks until one of them goes wrong."""
-        asks, measured = self._asks(course, options), None
+        asks, measured = self._asks(course, options, host), None
         while not self._why:
             try:
                 wish = next(asks) if measured is None else asks.send(measured)
@@ -239,16 +245,20 @@ class Auto:
             self._note_why(self._left_alone() or self._losses.wrong(bool(measured.on), watched=bool(new)))
             self._watched |= new
 
-    def _asks(self, course: Course, options: OnlineOptions) -> BlockRequests:
+    def _asks(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         """Request the search's blocks; then keep the chosen set on, and compare it now and then."""
         yield from search(course, options)
         if not _unasked(course):
             yield from play_off(course, options, self)
         plain: frozenset[int] = frozenset()
-        turn, apart = 0, 1
+        turn, apart, compiled = 0, 1, False
         while True:
             chosen, self._hopeful = course.chosen(), _unasked(course)
             self._settle(course, chosen)
+            if not (compiled or self._hopeful or self._whole is None):
+                compiled = True
+                yield from compile_in_run(course, options, host, self._whole - self._recorder.steps)
+                continue
             if not chosen and not self._hopeful:
                 return
             on, other = chosen | self._hopeful, chosen if self._hopeful else plain

@@ -103,15 +103,16 @@ def _free(evidence: Evidence, name: str) -> float:
 
 
 _HARMLESS = (Effect.EXACT, Effect.ROUNDING)
-_LIVE = (Liveness.STEP, Liveness.PASS)
+_LIVE = (Liveness.STEP, Liveness.PASS, Liveness.LAST)
 # Reasons why some live techniques are left to `hasten tune`.
 _LEFT_TO_TUNE = {
     "sample_cache": "asks the dataset for samples beyond those that the script asks for",
     "no_grad_validation": "is felt in validation only, which blocks of steps do not show",
     "debug_off": "switches off what the script asked for",
 }
-# fp16 needs loss scaling, which skips steps: that is more than rounding.
-_SCALED = ("16-mixed",)
+# fp16 needs loss scaling, which skips steps: that is more than rounding. CUDA graphs hold memory of their own, and
+# autotuning takes minutes.
+_NOT_IN_A_RUN = ("16-mixed", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
 def installed(options: AutoOptions) -> list[Technique]:
@@ -133,7 +134,7 @@ def switchable(machine: Machine) -> list[Technique]:
         if technique.liveness_of(setting) in _LIVE
         and technique.effect_of(setting) in _HARMLESS
         and not technique.useless(setting, machine)
-        and setting not in _SCALED
+        and setting not in _NOT_IN_A_RUN
     ]
 
 

@@ -5,10 +5,11 @@ Each stage is a generator that yields a `BlockRequest` and receives the `Measure
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
 from hasten.online.blocks import BlockRequest
@@ -26,6 +27,9 @@ _COMPILE_WORTH = 2.0  # compiling is tried if it may save this multiple of its o
 # Compiled kernels stay in Inductor's cache for the later run: it pays again for tracing and loading only, 8 of a small
 # ResNet's 31 s. If this search already found them there, it paid those 8 itself.
 _AGAIN, _AGAIN_SECONDS = 0.3, 8.0
+# Within a user's own run, compiling is tried if a usual saving over the steps left is this multiple of its time: more
+# careful than in a tune, since the run loses those seconds if compiling saves nothing.
+_USUAL_SAVING, _WORTH_IN_RUN = 0.15, 1.5
 _PLAIN_EVERY = 12  # of so many blocks of the search, one measures the script as it is
 _ROUNDS = 3  # of the play-off, in which the best sets are measured in turn
 _SETTLING = (0.15, 0.4)  # least and most share of the search's time that is kept for the play-off
@@ -208,27 +212,55 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> BlockRequest
         if _search_end(course, options) - time.monotonic() < _compile_seconds(course, options):
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
             continue
-        chosen = course.chosen()
-        expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
-        blocks: dict[frozenset[int], list[MeasuredBlock]] = {chosen: [], chosen | {index}: []}
-        for turn in range(_COMPILE_BLOCKS):
-            measured = yield from _block(course, BlockRequest(chosen | {index}, "compile", skip=3, expected=expected))
-            if not turn:
-                cost = max(0.0, host.compiling - 3 * expected)
-                host.note(Event("compiled", (index,), cost))
-            _note(measured, course, blocks)
-            _note((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
-            # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
-            last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
-            faster, saved = _compiled(blocks, options.total_steps)
-            if turn or last:  # settle each time, as the script may end after any block
-                _settle(chosen | {index} if faster and saved >= _again(cost) else chosen, course, host)
-            if last:
-                break
-        if all(blocks.values()) and saved < _again(cost):
+        saved, cost = yield from _measure_compiled(index, course, options, host, _again)
+        if saved is not None and saved < _again(cost):
             why = f"a run pays {_again(cost):.0f} s for compiling, which saves {saved:.0f} s of the full training"
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
+
+
+def compile_in_run(course: Course, options: OnlineOptions, host: Host, steps_left: int) -> BlockRequests:
+    """Compile within a user's own run, if that is likely to pay over the steps left. Keep it on if steps are faster."""
+    for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
+        left = steps_left * math.exp(course.posterior.level + course.posterior.gain(course.chosen())[0])
+        if _USUAL_SAVING * left > _WORTH_IN_RUN * _compile_seconds(course, options):
+            options = dataclasses.replace(options, total_steps=steps_left)
+            yield from _measure_compiled(index, course, options, host, lambda cost: 0.0)  # it is paid for by then
+
+
+def _measure_compiled(
+    index: int, course: Course, options: OnlineOptions, host: Host, costs_again: Callable[[float], float]
+) -> Generator[BlockRequest, MeasuredBlock, tuple[float | None, float]]:
+    """Compile on top of the chosen set, measure both in turn, and settle on the better one.
+
+    Args:
+        index: The candidate that compiles.
+        course: The search.
+        options: Until when there is time, and how many steps the saving is counted over.
+        host: Notes what compiling cost.
+        costs_again: Turns those seconds into the seconds that a saving must exceed.
+
+    Returns:
+        Seconds that compiling saves over the steps (None if one of the two never ran well), and what it cost.
+    """
+    chosen, cost, saved = course.chosen(), 0.0, 0.0
+    expected = math.exp(course.posterior.level + course.posterior.gain(chosen)[0])
+    blocks: dict[frozenset[int], list[MeasuredBlock]] = {chosen: [], chosen | {index}: []}
+    for turn in range(_COMPILE_BLOCKS):
+        measured = yield from _block(course, BlockRequest(chosen | {index}, "compile", skip=3, expected=expected))
+        if not turn:
+            cost = max(0.0, host.compiling - 3 * expected)
+            host.note(Event("compiled", (index,), cost))
+        _note(measured, course, blocks)
+        _note((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
+        # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
+        last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
+        faster, saved = _compiled(blocks, options.total_steps)
+        if turn or last:  # settle each time, as the script may end after any block
+            _settle(chosen | {index} if faster and saved >= costs_again(cost) else chosen, course, host)
+        if last:
+            break
+    return (saved if all(blocks.values()) else None), cost
 
 
 def _compiled(blocks: Mapping[frozenset[int], Sequence[MeasuredBlock]], steps: int) -> tuple[bool, float]:
