@@ -15,8 +15,8 @@ from hasten.online.options import Candidate, OnlineOptions
 from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import schedule
 from hasten.taps.config import TrialOptions
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials
 from tests.online.made import Host
 from tests.online.neighbours import busy_through, neighbours

@@ -17,8 +17,8 @@ from hasten.online.options import Candidate, OnlineOptions
 from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import online_search as module
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials
 from tests.online import planted
 from tests.taps.scripts import PYTHON, write

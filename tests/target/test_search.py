@@ -37,7 +37,7 @@ class Lawful(FullRuns):
         for one in run.readings:
             readings.hear(PRINTED, f"epoch 1: val_loss {one.value}", one.seconds)
         self.facts = [{"optimizer": "Adam"}] if self.optimizes else []
-        self.done.append(run)
+        self.finished.append(run)
         return run, readings
 
     def run(
@@ -50,10 +50,10 @@ class Lawful(FullRuns):
         most: float | None,
         stop: bool = False,
     ) -> FullRun:
-        if self.interrupted_after and len(self.done) >= self.interrupted_after:
+        if self.interrupted_after and len(self.finished) >= self.interrupted_after:
             raise KeyboardInterrupt
         run = self._law(candidate, share, seed, part, most, stop, goal)
-        self.done.append(run)
+        self.finished.append(run)
         return run
 
     def _law(

@@ -22,8 +22,8 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
 from hasten.tuner.budget import TimeSpent, block_seconds
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
 
@@ -112,7 +112,7 @@ def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
 def test_nothing_is_started_for_which_no_time_is_left(tmp_path: Path) -> None:
     """The second of a pair, where the first took all of it; nor a search that would end before the script trains."""
     trials = Trials((sys.executable, "-c", "open('ran', 'w')"), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)
-    assert (trials.run({}).outcome, trials.done, list(tmp_path.iterdir())) == ("timeout", [], [])
+    assert (trials.run({}).outcome, trials.finished, list(tmp_path.iterdir())) == ("timeout", [], [])
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=20.0), said.append, None, time.monotonic() - 15.0)
     tune.asked = Applicable((Candidate("fused_optimizer", True),), {}, ())

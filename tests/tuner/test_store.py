@@ -15,7 +15,7 @@ from hasten.evidence import Evidence, ModelFacts, this_machine
 from hasten.evidence.plain import tuples
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.tuner.found import SearchState
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.store import RecalledTraining, applied, drop_again, recall, remember
 from hasten.tuner.training_key import Key, key_of
 from tests.report.conftest import build
@@ -89,7 +89,7 @@ def test_the_next_tune_knows_at_once_what_the_last_one_found(folder: Path) -> No
     assert remember(folder, key(), found, build()) == ""
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith("continues from what the tune of 2026-11-20 learned (.hasten/train-")
+    assert recalled.message.startswith("continues from what the tune of 2026-11-20 learned (.hasten/train-")
     before, now = beside_the_plan(found.course, found.chosen), beside_the_plan(course, found.chosen)
     for (mean, _), (expected, spread) in zip(before, now, strict=True):
         assert expected == pytest.approx(mean, abs=1e-6)
@@ -107,8 +107,8 @@ def test_what_was_learned_beside_others_counts_for_less(folder: Path) -> None:
     remember(folder, key(), beside, build(disturbed=0.45))
     recalled, course = again(folder)
     assert recalled is not None
-    assert "while others took 45 % of the CPU: it counts for less" in recalled.said
-    assert not recalled.same
+    assert "while others took 45 % of the CPU: it counts for less" in recalled.message
+    assert not recalled.unchanged
     assert [one.known for one in course.candidates] == [None] * 4
     less = [spread for _, spread in beside_the_plan(course, beside.chosen)]
     remember(folder, key(), beside, build())
@@ -177,8 +177,8 @@ def test_elsewhere_nothing_is_used_and_what_changed_is_said(
     remember(folder, key(**changed), tuned(), build())
     recalled, course = again(folder, key(torch="2.13"))
     assert recalled is not None
-    assert said in recalled.said
-    assert recalled.said.endswith("what was known is not used")
+    assert said in recalled.message
+    assert recalled.message.endswith("what was known is not used")
     assert tuple(course.candidates) == CANDIDATES
 
 
@@ -190,8 +190,8 @@ def test_with_another_script_body_it_counts_for_less(folder: Path, changed: dict
     remember(folder, key(**changed), tuned(), build())
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith(said)
-    assert "counts for less" in recalled.said
+    assert recalled.message.startswith(said)
+    assert "counts for less" in recalled.message
     assert not any(one.known for one in course.candidates)
     means, spreads = zip(*beside_the_plan(course, {0, 1, 3}), strict=True)
     assert [mean < -0.3 for mean in means] == [True, False, False, False]
@@ -295,9 +295,9 @@ def test_a_damaged_file_is_said_in_a_line_and_ignored(folder: Path, kind: str) -
     path.write_bytes(_damaged(path.read_text())[kind])
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith(f".hasten/{path.name} is ignored: ")
-    assert "\n" not in recalled.said
-    assert len(recalled.said) < 2500
+    assert recalled.message.startswith(f".hasten/{path.name} is ignored: ")
+    assert "\n" not in recalled.message
+    assert len(recalled.message) < 2500
     assert tuple(course.candidates) == CANDIDATES
 
 
@@ -309,24 +309,24 @@ def test_what_is_not_a_file_is_ignored_too(folder: Path) -> None:
     os.mkfifo(path)
     recalled, _ = again(folder)
     assert recalled is not None
-    assert "it is not a file" in recalled.said
+    assert "it is not a file" in recalled.message
     path.unlink()
     path.mkdir()
-    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).message
     path.rmdir()
     path.symlink_to("nowhere")
-    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).message
     path.with_name("train-000000000000.json").write_bytes(whole)
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.same, "a damaged file does not hide a good one"
-    assert "is ignored" in recalled.said
+    assert recalled.unchanged, "a damaged file does not hide a good one"
+    assert "is ignored" in recalled.message
     assert course.all_on() == {0, 1, 3}
 
 
 def test_words_of_a_file_cannot_drive_the_terminal(folder: Path) -> None:
     remember(folder, key(torch="\x1b[2J\n" * 100), tuned(), build(created="\x1b]0;x\x07"))
-    said = (again(folder)[0] or RecalledTraining("")).said
+    said = (again(folder)[0] or RecalledTraining("")).message
     assert said.startswith("torch ")
     assert said.isprintable()
     assert len(said) < 200
@@ -342,7 +342,7 @@ def test_somebody_elses_file_is_left_alone_and_a_folder_that_cannot_be_made_is_s
     in_the_way = folder.parent / "in the way"
     in_the_way.write_text("")
     assert remember(in_the_way, key(), tuned(), build()).startswith("what was learned is not kept")
-    assert "ignored" in (recall(in_the_way, key()) or RecalledTraining("")).said
+    assert "ignored" in (recall(in_the_way, key()) or RecalledTraining("")).message
     assert in_the_way.read_text() == ""
 
 

@@ -22,8 +22,8 @@ from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
 
 if TYPE_CHECKING:
-    from hasten.tuner.found import Claim
     from hasten.tuner.proof import Block, Proof
+    from hasten.tuner.search_state import Claim
     from hasten.tuner.tune import OnBlock, TuneResult
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}

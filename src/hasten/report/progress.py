@@ -15,8 +15,8 @@ from rich.console import Console
 from hasten import messages
 from hasten.report import course, words
 from hasten.report.screen import Screen
-from hasten.tuner.found import Claim
 from hasten.tuner.proof import Block, beside_others
+from hasten.tuner.search_state import Claim
 
 _BETTER = 1.03  # times the last reported pace: a new best above it is reported
 _TICK = 1.0  # seconds between updates of the clock

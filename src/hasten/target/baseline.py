@@ -53,7 +53,7 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> PlainScript:
     kind = runs.kind = readings.chosen()
     example = readings.examples[kind]
     run, to_goal = _reached(first, readings, kind, runs)
-    runs.done[0] = run
+    runs.finished[0] = run
     say(f"the quality is what is {kind}, {len(run.readings)} times; as in: {example}")
     say(f"the script as it is reaches {runs.goal} after {to_goal:.1f} s of {run.seconds:.1f} s")
     parsed = [(option["options"], str(option["value"])) for fact in runs.facts for option in fact.get("arguments", ())]

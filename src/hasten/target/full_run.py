@@ -115,7 +115,7 @@ class FullRuns:
 
     Attributes:
         kind: Which of the reported numbers is the quality; None until the first run showed it.
-        done: The finished runs.
+        finished: The finished runs.
         facts: Facts that the first run reported about its arguments, loader and optimizer.
     """
 
@@ -126,7 +126,7 @@ class FullRuns:
     only: str = ""
     deadline: float | None = None
     kind: Kind | None = None
-    done: list[FullRun] = field(default_factory=list)
+    finished: list[FullRun] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)
 
     def first(self) -> tuple[FullRun, Readings]:
@@ -160,7 +160,7 @@ class FullRuns:
     def _run(
         self, candidate: Candidate, share: float, seed: int, part: str, goal: Goal, most: float | None, stop: bool
     ) -> tuple[FullRun, Readings, list[dict[str, Any]]]:
-        folder = self.scratch / f"w{len(self.done)}"
+        folder = self.scratch / f"w{len(self.finished)}"
         folder.mkdir()
         readings = Readings(self.goal, self.only)
         tails = {PRINTED: FileTail(folder / "log"), LOGGED: FileTail(folder / "logged")}
@@ -198,7 +198,7 @@ class FullRuns:
             candidate, share, seed, part, outcome, seconds, to_goal, code == 0, values, reason,
             log_end if outcome == "crashed" else "",
         )  # fmt: skip
-        self.done.append(run)
+        self.finished.append(run)
         return run, readings, facts
 
     def _start(self, candidate: Candidate, seed: int, folder: Path, log: Any) -> Child:

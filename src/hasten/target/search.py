@@ -84,7 +84,7 @@ class _Search:
         self.finalists: list[FullRun] = []
         self.winner: FullRun | None = None
         self.fresh = FreshSeeds(self.account)
-        # id of a run -> its candidate for the whole length. `runs.done` keeps all runs, so no id is used twice.
+        # id of a run -> its candidate for the whole length. `runs.finished` keeps all runs, so no id is used twice.
         self.origin: dict[int, Candidate] = {}
         self.untried, self.notes = self.account.untried, self.account.notes
 
@@ -196,7 +196,7 @@ class _Search:
         shorter = at_length(candidate, self.plain.arguments, share)
         if (
             known := next(
-                (run for run in self.runs.done if run.whole and not run.seed and run.candidate == shorter), None
+                (run for run in self.runs.finished if run.whole and not run.seed and run.candidate == shorter), None
             )
         ) is not None:
             self.origin[id(known)] = candidate
@@ -287,7 +287,7 @@ class _Search:
             goal=runs.goal,
             understood=str(self.plain.kind),
             example=self.plain.example,
-            runs=tuple(runs.done),
+            runs=tuple(runs.finished),
             winner=winner,
             command=runs.command,
             offered=tuple(offered),

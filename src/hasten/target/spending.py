@@ -54,7 +54,7 @@ class RunAccount:
     @property
     def spent(self) -> float:
         """Seconds that all runs have taken so far."""
-        return sum(run.seconds for run in self.runs.done)
+        return sum(run.seconds for run in self.runs.finished)
 
     @property
     def out_of_time(self) -> bool:
