@@ -104,7 +104,7 @@ class Switchboard(Run):
                 self._turn(candidate, candidate.off)
         self._settle()
 
-    def alone(self, name: str, setting: Setting) -> str:
+    def why_left_alone(self, name: str, setting: Setting) -> str:
         """Return why a technique that is on changes nothing; "" if it acts on something, or still may."""
         acted = self._find(name, setting).acted
         reasons = [note.removeprefix(_ALONE) for note in acted if note.startswith(_ALONE)]

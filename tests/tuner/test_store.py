@@ -55,7 +55,7 @@ def key(**others: object) -> Key:
 def block(course: Course, on: Collection[int], effects: tuple[float, ...] = TRULY) -> None:
     """A block as this training would run it."""
     pair = TOGETHER if {0, 1} <= set(on) else 0.0
-    course.saw(on, 0.1 * math.exp(sum(effects[i] for i in on) + pair))
+    course.add_block(on, 0.1 * math.exp(sum(effects[i] for i in on) + pair))
 
 
 def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> SearchState:
@@ -234,10 +234,10 @@ def test_what_crashed_stays_off_until_the_script_changes(folder: Path) -> None:
     found.course.drop([3], "fresh processes did not confirm it: 0.98x")
     remember(folder, key(), found, build())
     _, course = again(folder)
-    assert course.out == {2: "in an earlier tune: it crashed: out of threads"}
+    assert course.dropped == {2: "in an earlier tune: it crashed: out of threads"}
     remember(folder, key(), SearchState(course), build())
-    assert again(folder)[1].out == course.out
-    assert again(folder, key(code="0" * 16))[1].out == {}
+    assert again(folder)[1].dropped == course.dropped
+    assert again(folder, key(code="0" * 16))[1].dropped == {}
 
 
 def test_a_tune_that_asked_less_forgets_nothing(folder: Path) -> None:

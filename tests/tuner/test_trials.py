@@ -155,7 +155,7 @@ def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
     baseline, until = Trial({}, 0, "ok", 0.1), time.monotonic() + 60
     search_apart(several, found, baseline, 100, until, lambda line: None, lambda block: None)
     assert (several.finished[-1].plan, several.finished[-1].outcome) == ({"channels_last": True}, "timeout")
-    assert (found.course.out, found.notes) == ({}, [])
+    assert (found.course.dropped, found.notes) == ({}, [])
     assert "longer than the budget" in found.would_ask[0]
 
 
@@ -172,7 +172,7 @@ def test_a_training_too_short_for_it_is_not_compiled_to_see(
     search_apart(several, found, baseline, steps, several.deadline, lambda line: None, lambda block: None)
     asked = {index for block in found.blocks for index in block.on}
     assert asked == ({0, 1} if compiles else {0})
-    assert ("training this short" in found.course.out.get(1, "")) == (not compiles)
+    assert ("training this short" in found.course.dropped.get(1, "")) == (not compiles)
 
 
 @pytest.mark.parametrize("slow", ["train(9, then=lambda epoch: time.sleep(100))", "wait = 0.3; train()"])

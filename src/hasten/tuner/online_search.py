@@ -123,7 +123,7 @@ class OnlineSearch:
     def _drop_what_came_too_late(self) -> None:
         """Drop LAST techniques (compile) if a process that began with them ended before they could be judged."""
         course = self._state.course
-        late = course.of(Liveness.LAST) - course.chosen()
+        late = course.with_liveness(Liveness.LAST) - course.chosen()
         course.drop(late, "the training ends before it is compiled, so no block could tell")
 
     def _seconds_left(self) -> float:
@@ -141,10 +141,10 @@ class OnlineSearch:
             # With equal seeds, processes that end after a few blocks would all measure the same sets.
             seed=self._options.seed + 1000 * (self._processes - 1),
             careful=self._careful,
-            former=tuple(
+            earlier_blocks=tuple(
                 (block.on, block.step_seconds, block.disturbed) for block in self._state.blocks if _counts(block)
             ),
-            out=tuple(self._state.course.out),
+            dropped=tuple(self._state.course.dropped),
             last_step=self._last_step,
             settled=None if (settled := self._state.course.settled) is None else tuple(sorted(settled)),
             compiling=self._state.compiling,
@@ -186,7 +186,7 @@ class OnlineSearch:
         self._careful = True  # from here on new candidates are added one at a time, so that a crash has one cause
 
     def _labels(self, indices: set[int]) -> str:
-        return ", ".join(self._state.course.candidates[i].called for i in sorted(indices))
+        return ", ".join(self._state.course.candidates[i].display_name for i in sorted(indices))
 
 
 class _Process:
@@ -285,7 +285,7 @@ class _Process:
         state = self._state
         state.blocks.append(block)
         if _counts(block) and block.part not in ("plain", "plan"):
-            state.course.saw(block.on, block.step_seconds, disturbed=block.disturbed)
+            state.course.add_block(block.on, block.step_seconds, disturbed=block.disturbed)
         if block.trouble == FILLING:
             self.filled |= {i for i in block.on if state.course.candidates[i].name in FILLS}
         self._on_block(block)
@@ -310,7 +310,7 @@ class _Process:
             case "not asked":
                 state.not_measured |= dict.fromkeys(event.on, event.text)
             case "validated":
-                state.course.saw_validation(event.on, event.seconds)
+                state.course.add_validation(event.on, event.seconds)
             case "over":
                 self.crashed = event.text == "nan"
                 self.completed = not self.crashed  # also where the claim's passes did not come in time: nobody's fault

@@ -152,7 +152,7 @@ def plan_of(proof: Proof) -> Plan:
 def block_of(block: MeasuredBlock, state: SearchState, start: float) -> Block:
     """Return a block in the report's form: with names, and times relative to the tune's start."""
     part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
-    names = tuple(state.course.candidates[i].called for i in block.on)
+    names = tuple(state.course.candidates[i].display_name for i in block.on)
     return Block(
         block.began - start, block.seconds, block.steps, block.step_seconds, names, part, block.trouble,
         block.taken, block.disturbed,
@@ -236,7 +236,7 @@ def _tried(state: SearchState) -> tuple[TriedSetting, ...]:
     for index, (candidate, estimate) in enumerate(
         zip(state.course.candidates, state.course.estimates(state.chosen), strict=True)
     ):
-        reason = state.course.out.get(index, "")
+        reason = state.course.dropped.get(index, "")
         is_kept = index in state.chosen
         if not (is_kept or reason or estimate.blocks):
             continue
@@ -269,11 +269,11 @@ def _doubtful(state: SearchState) -> tuple[str, ...]:
     """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
     course, estimates = state.course, state.course.estimates(state.chosen)
     return tuple(
-        f"{course.candidates[i].called}: helps with {estimates[i].helps:.0%} probability after "
+        f"{course.candidates[i].display_name}: helps with {estimates[i].helps:.0%} probability after "
         f"{estimates[i].blocks} block{'s' * (estimates[i].blocks != 1)}"
         for i in course.doubtful()
         if 1 - _CERTAIN < estimates[i].helps < _CERTAIN
-    ) + tuple(f"{course.candidates[i].called}: {why}" for i, why in state.not_measured.items())
+    ) + tuple(f"{course.candidates[i].display_name}: {why}" for i, why in state.not_measured.items())
 
 
 def _comment(kept: KeptTechnique) -> str:

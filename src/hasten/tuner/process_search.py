@@ -38,7 +38,7 @@ def search_apart(
     course, crashes, longest = state.course, 0, baseline.seconds
     _add_block(state, baseline, frozenset(), "baseline", on_block)
     if baseline.timing is not None and not compiling_may_pay(baseline.timing.step, steps):
-        course.drop(course.of(Liveness.LAST), TOO_SHORT_TO_COMPILE)
+        course.drop(course.with_liveness(Liveness.LAST), TOO_SHORT_TO_COMPILE)
     techniques_on, part = course.all_on(), "all on"
     while (techniques_on or part == "search") and time.monotonic() + longest < until and crashes < _MOST_CRASHES:
         plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(techniques_on)}
@@ -55,7 +55,7 @@ def search_apart(
             _blame(state, trial, techniques_on, say)
         if not course.doubtful():
             break
-        techniques_on, part = course.wants(), "search"
+        techniques_on, part = course.draw_set(), "search"
     state.chosen = course.chosen()
 
 
@@ -73,7 +73,7 @@ def _add_block(
         steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1
         taken, disturbed = trial.taken, trial.disturbed
         block = MeasuredBlock(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
-        state.course.saw(on, cost, disturbed=trial.disturbed)
+        state.course.add_block(on, cost, disturbed=trial.disturbed)
     state.blocks.append(block)
     on_block(block)
     return trial.timing is not None
@@ -89,6 +89,6 @@ def _blame(state: SearchState, trial: Trial, on: frozenset[int], say: Callable[[
         return
     blamed = untried or on
     course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=bool(untried))
-    names = ", ".join(course.candidates[i].called for i in sorted(blamed))
+    names = ", ".join(course.candidates[i].display_name for i in sorted(blamed))
     state.notes.append(f"switched off for good: {names}: {trial.outcome}: {trial.reason}")
     say(f"off for good: {names}: {trial.outcome}: {trial.reason}")

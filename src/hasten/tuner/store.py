@@ -153,10 +153,10 @@ def _results_of(state: SearchState) -> tuple[SettingResult, ...]:
     course = state.course
     results = []
     for index, (candidate, estimate) in enumerate(zip(course.candidates, course.estimates(state.chosen), strict=True)):
-        off = without_paths(course.out[index]) if index in course.lasting else ""
+        off = without_paths(course.dropped[index]) if index in course.lasting else ""
         if not (estimate.blocks or candidate.known or off):
             continue
-        on_validation = course.validation.estimate(index, ()) if course.validation.seen else None
+        on_validation = course.validation.estimate(index, ()) if course.validation.blocks else None
         validation = (on_validation.mean, on_validation.spread) if on_validation is not None else None
         results.append(
             SettingResult(
