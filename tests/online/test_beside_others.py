@@ -119,7 +119,7 @@ def test_neighbours_that_come_and_go(tmp_path: Path, plant: None, monkeypatch: p
         assert block.disturbed, block
         assert block.taken is not None
         assert block.taken > 0.2
-    quiet = [pair for pair in found.sides() if not any(side.disturbed for side in pair)]
+    quiet = [pair for pair in found.claim_pairs() if not any(side.disturbed for side in pair)]
     claim = found.claim()
     assert claim is not None
     if len(quiet) >= 3:

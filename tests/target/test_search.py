@@ -31,11 +31,11 @@ class Lawful(FullRuns):
     unlucky: tuple[int, ...] = ()
     interrupted_after = 0
 
-    def first(self) -> tuple[FullRun, Readings]:
+    def run_unchanged(self) -> tuple[FullRun, Readings]:
         readings = Readings(self.goal)
         run = self._law(Candidate(), 1.0, 0, "first", None, False)
         for one in run.readings:
-            readings.hear(PRINTED, f"epoch 1: val_loss {one.value}", one.seconds)
+            readings.add_line(PRINTED, f"epoch 1: val_loss {one.value}", one.seconds)
         self.facts = [{"optimizer": "Adam"}] if self.optimizes else []
         self.finished.append(run)
         return run, readings

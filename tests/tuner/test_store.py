@@ -64,7 +64,7 @@ def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> S
     block(course, ())
     block(course, course.all_on())
     for _ in range(blocks):
-        block(course, course.wants())
+        block(course, course.draw_set())
     found = SearchState(course)
     found.chosen = course.chosen()
     return found
@@ -152,7 +152,7 @@ def test_new_blocks_overturn_what_was_known(folder: Path) -> None:
     block(course, course.all_on(), now)
     assert 3 in course.doubtful()
     for _ in range(25):
-        block(course, course.wants(), now)
+        block(course, course.draw_set(), now)
     assert course.chosen() == {0, 1}
 
 
@@ -203,7 +203,7 @@ def test_the_key_reads_the_script_and_its_arguments(folder: Path) -> None:
     before = key()
     (folder.parent / "train.py").write_text("import torch  # changed\n")
     assert key() != before
-    assert key().place == before.place
+    assert key().effects_key == before.effects_key
     package = folder.parent / "pkg"
     package.mkdir()
     (package / "job.py").write_text("pass\n")
@@ -245,7 +245,7 @@ def test_a_tune_that_asked_less_forgets_nothing(folder: Path) -> None:
     remember(folder, key(), tuned(CANDIDATES[:2]), build())
     recalled, course = again(folder)
     assert recalled is not None
-    assert set(recalled.learned) == {one.key for one in CANDIDATES}
+    assert set(recalled.results) == {one.key for one in CANDIDATES}
     assert course.all_on() == {0, 1, 3}
 
 

@@ -127,9 +127,8 @@ class _Tune:
     def run(self) -> TuneResult:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
-        self.length = length_of_finished_run(
-            length_of(self.trials.command, self.baseline.timing), self.baseline.evidence
-        )
+        named = length_of(self.trials.command, self.baseline.timing)
+        self.length = length_of_finished_run(named, self.baseline.evidence)
         self.block = block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
         self._recall()
         self.applicable = self._applicable(warm=not self._why_apart())
@@ -226,9 +225,8 @@ class _Tune:
         )
         self.say(f"measuring in separate processes: {why}")
         steps = steps_of(self.length, self.baseline.timing)
-        search_apart(
-            self.trials, self.state, self.baseline.trial, steps, self._search_end(), self.say, self._report_block
-        )
+        until, trial = self._search_end(), self.baseline.trial
+        search_apart(self.trials, self.state, trial, steps, until, self.say, self._report_block)
 
     def _online(self) -> OnlineSearch:
         """Return the search in one running process, with its time and the claim's."""
