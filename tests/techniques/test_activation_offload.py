@@ -191,7 +191,7 @@ def test_a_model_on_another_device_is_left_alone_with_the_reason(capsys: pytest.
 
 def test_it_is_switched_between_two_steps(technique: ActivationOffload) -> None:
     board, calls = Switchboard([technique]), []
-    call = board.wrapped("forward", plain)
+    call = board.wrap("forward", plain)
 
     def switching(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         board.switch({technique.name: True} if len(calls) % 2 else {})

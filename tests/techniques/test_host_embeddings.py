@@ -31,7 +31,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[HostEmbe
     yield made
     made.restore()
     made._kept.clear()
-    made.over()
+    made.teardown()
     assert nn.Embedding.forward.__module__ == "torch.nn.modules.sparse"
     assert nn.Embedding._apply is nn.Module._apply
 
@@ -177,7 +177,7 @@ def both(kind: tuple[Any, Any], technique: HostEmbeddings, *args: Any, **options
     with_it = trained(kind, *args, **options)
     technique.restore()
     technique._kept.clear()
-    technique.over()
+    technique.teardown()
     return with_it, trained(kind, *args, **options)
 
 
@@ -301,7 +301,7 @@ def test_a_model_is_handed_to_setup_before_it_is_moved(technique: HostEmbeddings
     assert len(looked_up) == 2
     hasten.by_hand.end()
     made._kept.clear()
-    made.over()
+    made.teardown()
     assert identical(*left)
 
 

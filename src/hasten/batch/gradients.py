@@ -130,7 +130,7 @@ class GradientSampler:
             return "the script steps several optimizers, and each has its own noise scale"
         if isinstance(optimizer, torch.optim.LBFGS):
             return "L-BFGS asks for several gradients a step"
-        if self._session.run.seen.get("grad_scaler"):
+        if self._session.run.facts.get("grad_scaler"):
             return "the script scales its loss (GradScaler), and so its gradients: bf16 needs none"
         return ""
 

@@ -166,9 +166,9 @@ class LeadingBoard(Switchboard):
             self._known_broken |= newly_broken
             self._command({"do": "broken", "names": sorted(newly_broken)})
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """End switching, here and in all other ranks."""
-        super().over()
+        super().teardown()
         self.dismiss()
 
     def dismiss(self) -> None:

@@ -22,7 +22,7 @@ class LossScaler:
     gradients inside a backward, which are scaled, or takes them from elsewhere, nothing is scaled any more.
 
     Args:
-        let_go: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
+        give_up: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
         dropped: Called when gradients that overflowed were dropped by the script, with no step made of them.
 
     Attributes:
@@ -32,12 +32,12 @@ class LossScaler:
     """
 
     def __init__(
-        self, let_go: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
+        self, give_up: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
     ) -> None:
         self.scale = 2.0**15
         self.gone = ""
         self.paused = False
-        self._let_go = let_go
+        self._give_up = give_up
         self._dropped = dropped
         self._unasked = 0  # backwards since an optimizer last asked
         self._clean_steps = 0
@@ -54,7 +54,7 @@ class LossScaler:
         """Scale nothing from here on. Of the next backward, whose forward may be in fp16, overflows still count."""
         if not self.gone:
             self.gone = why
-            self._let_go(why)
+            self._give_up(why)
 
     def backward(self, call: Call, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """`call`, which is `torch.autograd.backward` or wraps it, on the scaled loss."""

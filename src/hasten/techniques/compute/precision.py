@@ -77,7 +77,7 @@ class Precision(Technique):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
+        self._scaler = LossScaler(self.gave_up, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Float32Draws] = []
         self._gone = ""  # why no forward is cast any more
@@ -143,7 +143,7 @@ class Precision(Technique):
         if self._scaler is not None:
             self._scaler.reads.leave()
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Put torch's own ways to draw random numbers back."""
         while self._wides:
             self._wides.pop().leave()
@@ -199,7 +199,7 @@ class Precision(Technique):
             self.prepare(model)
         elif self.setting in _TRUE:
             kind = _TRUE[str(self.setting)]
-            self.let_go(
+            self.gave_up(
                 f'"{self.setting}" is for the Trainer: a script\'s own averages, shared weights and files would not '
                 f"follow its model into {kind}; call model.to(torch.{kind}) in the script"
             )
@@ -289,7 +289,7 @@ class Precision(Technique):
         self._gone = f"a forward ended in an error with tensors in {dtype}"
         self.failed(self._gone)
         if self._scaler is None:
-            self.let_go(self._gone)
+            self.gave_up(self._gone)
         else:
             self._leave(self._gone)
 

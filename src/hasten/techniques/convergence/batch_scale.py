@@ -80,7 +80,7 @@ class BatchScale(Trajectory):
         else:
             self._others.wrap(optimizer)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop changing the optimizers' steps."""
         self._adaptive.leave()
         self._others.leave()

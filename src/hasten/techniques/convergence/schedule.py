@@ -69,7 +69,7 @@ class Schedule(Trajectory):
         optimizer.register_load_state_dict_post_hook(self._loaded)
         self.did("optimizer")
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop changing rates. Counts are kept, for a checkpoint that is saved after the fit."""
         while self._inside:
             self._inside.pop().leave()
@@ -116,7 +116,7 @@ class Schedule(Trajectory):
     def _leave(self, optimizer: Any, why: str) -> None:
         """Leave an optimizer's rate to the script from now on, and tell the user."""
         self._done.pop(optimizer, None)
-        self.let_go(why)
+        self.gave_up(why)
 
 
 def factor(kind: str, done: int, total: int) -> float:

@@ -146,7 +146,7 @@ class LoaderWorkers(Technique):
         if why:
             self.refused(why)
             return
-        handed = WorkerPasses(self.num_workers, self.prefetch_factor, self._let_go, self._fewer)
+        handed = WorkerPasses(self.num_workers, self.prefetch_factor, self._give_up, self._fewer)
         _PASSES.need(self)
         if self.switchable:
             self._note(loader, {"_hasten_workers": handed})
@@ -202,7 +202,7 @@ class LoaderWorkers(Technique):
         before.update((name, loader.__dict__.get(name)) for name in wanted)
         loader.__dict__.update(wanted)
 
-    def _let_go(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         known = f"left alone: {why}" in self.acted  # said of an earlier loader: some scripts build one each epoch
         self.refused(why)
         if known:

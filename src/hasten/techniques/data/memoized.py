@@ -59,15 +59,15 @@ class Memoized:
     Args:
         store: Storage, shared with forked workers.
         roots: Objects that the function depends on, by name; see `Snapshot`.
-        let_go: Called with the reason when nothing is kept any more.
+        give_up: Called with the reason when nothing is kept any more.
     """
 
     _replaces = False  # whether a sample whose file has changed replaces the stored one
 
-    def __init__(self, store: Store, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, roots: dict[str, Any], give_up: Callable[[str], None]) -> None:
         self._store = store
         self._roots = roots
-        self._let_go = let_go
+        self._give_up = give_up
         self._hits = self._made = 0
         self._unseen = False  # whether a sample was taken from the store without an audit
         self._pid = os.getpid()
@@ -105,7 +105,7 @@ class Memoized:
             self._over = True
             self._store.spoilt = True
             self._ready.clear()
-            self._let_go(why)
+            self._give_up(why)
 
     def look(self, rows: Any = (), whole: bool = False) -> bool:
         """Compare what samples depend on, and forget all samples if it has changed. Return whether `get` may be called.

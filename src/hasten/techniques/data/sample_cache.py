@@ -207,17 +207,17 @@ class SampleCache(Technique):
         """Return a new memo of a dataset's samples; None if the folder on disk cannot be used."""
         samples = len(dataset)
         name = f"{type(dataset).__qualname__} of {samples:,} samples"
-        let_go = functools.partial(self._let_go, name)
+        give_up = functools.partial(self._give_up, name)
         if self.keep == "both" and "dataset" in roots:
-            let_go = functools.partial(self._let_go_samples, ("samples", id(dataset)), name)
+            give_up = functools.partial(self._give_up_samples, ("samples", id(dataset)), name)
         if not self.on_disk:
-            return Memoized(SampleStore(samples, room()), roots, let_go)
+            return Memoized(SampleStore(samples, room()), roots, give_up)
         try:
             files = DiskStore(samples, SampleFolder(self._cache_dir, self._cache_size))
         except HastenError as error:
-            let_go(error.message)
+            give_up(error.message)
             return None
-        return MemoizedOnDisk(files, roots, let_go)
+        return MemoizedOnDisk(files, roots, give_up)
 
     def _in_worker(self, dataset: Any) -> Memoized | None:
         """Return the memo for a spawned worker, in whose process no loader was built."""
@@ -248,12 +248,12 @@ class SampleCache(Technique):
         for kept in list(self._kept.values()):
             kept.paused = paused
 
-    def _let_go_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
+    def _give_up_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
         """Under "both", report that a dataset's samples cannot be kept only if some were kept before."""
         if why != DRAWS and place in self._kept:
-            self._let_go(dataset, why, "has only decoded files kept from here on")
+            self._give_up(dataset, why, "has only decoded files kept from here on")
 
-    def _let_go(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
+    def _give_up(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
         self.refused(why)
         if self.active and (dataset, why) not in self._told:  # some scripts build the same dataset in each epoch
             self._told.add((dataset, why))

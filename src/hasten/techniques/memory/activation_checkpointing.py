@@ -172,7 +172,7 @@ class ActivationCheckpointing(Technique):
         self._standing.add(module)
         self.did(what)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Restore the modules' own forwards."""
         for module in list(self._standing):
             if isinstance(standing := vars(module).get("forward"), StandInForward):

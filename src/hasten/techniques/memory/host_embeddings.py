@@ -92,12 +92,12 @@ class HostEmbeddings(CudaOnly):
         gradient_access.watch_scaling(self, HostEmbeddings._scaled)
 
     def restore(self) -> None:
-        """Let models be moved completely again. Tables that stayed on the host still work there, until `over`."""
+        """Let models be moved completely again. Tables that stayed on the host still work there, until `teardown`."""
         for move in self._moves:
             move.put_back()
         gradient_access.leave(self)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Restore torch's own forwards, unless a table on the host still needs ours."""
         if not self._kept:
             for forward in self._forwards:

@@ -75,10 +75,10 @@ class OptimizerInBackward(Technique):
         """Stop watching."""
         gradient_access.leave(self)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Return to plain backwards and steps, and forget the optimizers."""
         if self._stepped is not None:
-            self._stepped.over()
+            self._stepped.teardown()
             self._stepped = None
         self._optimizers.clear()
 
@@ -166,7 +166,7 @@ class OptimizerInBackward(Technique):
         if self._stepped is not None:
             self._stepped.end()
         self.acted.pop("optimizer", None)  # it acts on none
-        self.let_go(why)
+        self.gave_up(why)
 
     def _at_the_end(self) -> None:
         """Warn, when the process exits, of a backward without a step."""

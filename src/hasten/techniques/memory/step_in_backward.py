@@ -204,7 +204,7 @@ class SteppedOptimizer:
             handle.remove()
         self._handles = []
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Step nothing any more, and drop a pending step's records."""
         self.end()
         self.pending, self._done = False, {}
