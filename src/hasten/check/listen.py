@@ -29,7 +29,7 @@ def listen(witness: Witness, *, backwards: bool = True) -> None:
     """
     os.register_at_fork(after_in_child=functools.partial(setattr, witness, "active", False))
     noise = Noise(witness.options.noise, witness.options.seed) if witness.options.noise else None
-    step_in_backward.looked_into = {}
+    step_in_backward.inspected = {}
     _forwards(witness, noise)
     _backwards(witness, noise, backwards)
     _steps(witness)

@@ -68,7 +68,7 @@ class StateNames:
 
 def weights(names: StateNames, label: str = WEIGHT) -> dict[str, torch.Tensor]:
     """Return the parameters as `weight: Net.fc.bias`. With `BEFORE`, as before a step that the backward made."""
-    before = (step_in_backward.looked_into or {}) if label is BEFORE else {}
+    before = (step_in_backward.inspected or {}) if label is BEFORE else {}
     return {
         f"{label}: {name}": before[id(parameter)][0] if id(parameter) in before else parameter.detach()
         for name, parameter in names.parameters().items()
@@ -77,7 +77,7 @@ def weights(names: StateNames, label: str = WEIGHT) -> dict[str, torch.Tensor]:
 
 def gradients(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the gradients, including those that a step inside the backward has already used."""
-    spent = step_in_backward.looked_into or {}
+    spent = step_in_backward.inspected or {}
     named = {}
     for name, parameter in names.parameters().items():
         if id(parameter) in spent:

@@ -27,7 +27,7 @@ class LossScaler:
 
     Attributes:
         scale: What a loss is multiplied by.
-        gone: Why nothing is scaled any more; "" while it is.
+        stop_reason: Why nothing is scaled any more; "" while it is.
         paused: Whether nothing is scaled for now, so that no step can have overflowed.
     """
 
@@ -35,7 +35,7 @@ class LossScaler:
         self, give_up: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
     ) -> None:
         self.scale = 2.0**15
-        self.gone = ""
+        self.stop_reason = ""
         self.paused = False
         self._give_up = give_up
         self._dropped = dropped
@@ -52,8 +52,8 @@ class LossScaler:
 
     def leave(self, why: str) -> None:
         """Scale nothing from here on. Of the next backward, whose forward may be in fp16, overflows still count."""
-        if not self.gone:
-            self.gone = why
+        if not self.stop_reason:
+            self.stop_reason = why
             self._give_up(why)
 
     def backward(self, call: Call, tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class LossScaler:
         import torch
 
         # A backward inside a backward (a reentrant checkpoint) has a scaled gradient already.
-        if self._inside or (self.gone and not self._in_flight):
+        if self._inside or (self.stop_reason and not self._in_flight):
             call(tensors, *args, **kwargs)
             return
         single = isinstance(tensors, torch.Tensor)
@@ -69,9 +69,9 @@ class LossScaler:
         leaves, function = _leaves(roots)
         self._forwards = 0
         self._look_for_dropped()
-        if not self.gone and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
+        if not self.stop_reason and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
             self.leave(why)
-        if self.gone:
+        if self.stop_reason:
             self._in_flight = False
             call(tensors, *args, **kwargs)
             if not _create_graph(args, kwargs):
@@ -154,7 +154,7 @@ class LossScaler:
         (`if not norm.isfinite(): optimizer.zero_grad(); continue`) With the same scale the next would overflow too.
         """
         self._unasked += 1
-        if self.gone or self._unasked == 1 or self._overflows is None:
+        if self.stop_reason or self._unasked == 1 or self._overflows is None:
             return
         nothing_left = all(
             one.grad is None
@@ -183,7 +183,7 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps it has held; for between two steps."""
         state: dict[str, Any] = {"scale": self.scale, "clean_steps": self._clean_steps}
-        return {**state, "gone": self.gone} if self.gone else state
+        return {**state, "gone": self.stop_reason} if self.stop_reason else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, with no overflow that awaits its step."""

@@ -80,13 +80,13 @@ class Precision(Technique):
         self._scaler = LossScaler(self.gave_up, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Float32Draws] = []
-        self._gone = ""  # why no forward is cast any more
+        self._stop_reason = ""  # why no forward is cast any more
         self._scripts_own = False  # whether the script was seen under its own autocast, whose draws are in 16 bits
 
     @property
     def drops_overflows(self) -> bool:
         """Whether steps whose gradients are not finite are dropped here: in fp16, until something speaks against it."""
-        return self._scaler is not None and not self._scaler.gone
+        return self._scaler is not None and not self._scaler.stop_reason
 
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
@@ -151,8 +151,8 @@ class Precision(Technique):
     def on(self) -> None:
         """Cast from the next forward on; the scale is the one it was switched off with."""
         super().on()
-        if gone := self._gone or (self._scaler is not None and self._scaler.gone):
-            raise HastenError(gone)
+        if stop_reason := self._stop_reason or (self._scaler is not None and self._scaler.stop_reason):
+            raise HastenError(stop_reason)
         if self._scaler is not None:
             self.process()
             self._scaler.resume()
@@ -250,7 +250,7 @@ class Precision(Technique):
                 kinds[module] = kind
                 if kind:
                     self.did("model")
-            if kind not in contexts or self._gone or (scaler is not None and scaler.gone):
+            if kind not in contexts or self._stop_reason or (scaler is not None and scaler.stop_reason):
                 return call(module, args, kwargs)
             if enabled(kind):  # the script's own: its outputs and draws are in 16 bits already
                 self._under_autocast(kind)
@@ -286,12 +286,12 @@ class Precision(Technique):
             f'hasten: precision = "{self.setting}" ran this forward under autocast, where layers give {dtype}, which '
             "may not have been taken. Take precision out of the plan, or cast in the forward (`.float()`)"
         )
-        self._gone = f"a forward ended in an error with tensors in {dtype}"
-        self.failed(self._gone)
+        self._stop_reason = f"a forward ended in an error with tensors in {dtype}"
+        self.failed(self._stop_reason)
         if self._scaler is None:
-            self.gave_up(self._gone)
+            self.gave_up(self._stop_reason)
         else:
-            self._leave(self._gone)
+            self._leave(self._stop_reason)
 
     def _look_at(self, output: Any) -> None:
         """Training forwards that no backward follows: a script may leave out steps whose loss is not finite."""

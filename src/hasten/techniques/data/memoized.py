@@ -68,10 +68,10 @@ class Memoized:
         self._store = store
         self._roots = roots
         self._give_up = give_up
-        self._hits = self._made = 0
+        self._hits = self._misses = 0
         self._unseen = False  # whether a sample was taken from the store without an audit
         self._pid = os.getpid()
-        self._over = False
+        self._ended = False
         self._ready = ObjectCache()
         self._began()
         if why := self._why_not():
@@ -79,7 +79,7 @@ class Memoized:
 
     def is_over(self) -> bool:
         """Return whether the memo was given up or is paused, in this process or in a worker."""
-        return self._over or self._store.closed
+        return self._ended or self._store.closed
 
     @property
     def may_draw(self) -> bool:
@@ -101,8 +101,8 @@ class Memoized:
 
     def end(self, why: str) -> None:
         """Give up the memo: keep nothing from here on."""
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._store.spoilt = True
             self._ready.clear()
             self._give_up(why)
@@ -123,7 +123,7 @@ class Memoized:
                 late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
             if why := late or self._why_not():
                 self.end(why)
-        return not self._over
+        return not self._ended
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
         """Return the value kept for a key, or make it.
@@ -195,8 +195,8 @@ class Memoized:
         before = random_states()
         with opened() as heard:
             sample = make(key)
-        self._made += 1
-        whole = self._made <= _WHOLE_LOOKS
+        self._misses += 1
+        whole = self._misses <= _WHOLE_LOOKS
         if random_states() != before:
             self.end(DRAWS)
         elif heard.doing:

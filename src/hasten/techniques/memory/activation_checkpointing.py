@@ -205,7 +205,7 @@ def _repeatable(block: Any, told: Callable[[str], None], meter: BlockMeter | Non
 
     name = ActivationCheckpointing.name
     or_else = f', or name other blocks ({name} = "Block").'
-    return Repeatable(name, left_alone, asked=lambda: None, or_else=or_else, meter=meter)
+    return Repeatable(name, left_alone, on_backward=lambda: None, or_else=or_else, meter=meter)
 
 
 class Checkpointed(StandInForward):
