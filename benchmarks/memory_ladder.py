@@ -26,7 +26,7 @@ from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, free_bytes
 from hasten.evidence import this_machine
 from hasten.memory_search.limit import limit_of
-from hasten.memory_search.savings import blocks_in, in_order, savings_for, techniques_that_acted
+from hasten.memory_search.savings import acted, blocks_in, in_order, savings_for
 from hasten.memory_search.search import find_plan
 from hasten.plan import Setting
 
@@ -65,7 +65,7 @@ def by_hand(tries: Tries) -> Iterator[Plan]:
     """Give every plan that a person might try: sets of the savings that act, with shares of the blocks."""
     every = {saving.name: saving.setting for saving in savings_for(this_machine()) if not saving.instead_of}
     all_on = tries.kept(in_order(every))
-    names = [name for name in every if all_on.outcome == "ok" and name in techniques_that_acted(every, all_on)]
+    names = [name for name in every if all_on.outcome == "ok" and name in acted(every, all_on)]
     blocks = blocks_in(all_on)
     for count in range(len(names) + 1):
         for chosen in itertools.combinations(names, count):

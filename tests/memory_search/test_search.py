@@ -50,7 +50,7 @@ class Law:
     times: Mapping[str, float] = field(default_factory=dict)
     fails: Mapping[str, str] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
-    limit_of: list[dict[str, Setting]] = field(default_factory=list)
+    asked: list[dict[str, Setting]] = field(default_factory=list)
     interrupts: int = 1000
 
     def share(self, name: str, setting: Setting) -> float:

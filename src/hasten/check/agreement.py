@@ -47,7 +47,7 @@ def agreement_of(
     """Return how closely the measured steps agree; None if no step was measured.
 
     Args:
-        measured: The witness's moments, each with the result of `far` for every tensor.
+        measured: The witness's moments, each with the result of `measure_difference` for every tensor.
         bound: Returns the largest norm that a difference may have, given a tensor's name, its norm, and the norm of the
             whole tensor.
         noise_share: Returns the share of its norm by which noise moves a tensor.

@@ -91,7 +91,7 @@ def in_order(techniques: Mapping[str, Setting]) -> dict[str, Setting]:
     return {name: techniques[name] for name in CATALOGUE if name in techniques}
 
 
-def techniques_that_acted(plan: Mapping[str, Setting], attempt: Attempt) -> set[str]:
+def acted(plan: Mapping[str, Setting], attempt: Attempt) -> set[str]:
     """Return the techniques of a plan that found something to act on in an attempt that ran."""
     # The allocator is set before the process starts, so no note shows whether it acted.
     notes = {name: _note_of(name, attempt) for name in plan}
@@ -100,7 +100,7 @@ def techniques_that_acted(plan: Mapping[str, Setting], attempt: Attempt) -> set[
 
 def left_alone(plan: Mapping[str, Setting], attempt: Attempt) -> dict[str, str]:
     """Return the techniques of a plan that acted on nothing, each with the reason."""
-    idle = [name for name in plan if name not in techniques_that_acted(plan, attempt)]
+    idle = [name for name in plan if name not in acted(plan, attempt)]
     return {name: _note_of(name, attempt).partition(_MARK)[2] or "it found nothing to act on" for name in idle}
 
 

@@ -1,8 +1,8 @@
 """Find the cheapest plan that fits: plans are tried under the limit, each in a separate process.
 
-First all savings together; if that does not fit, nothing does. Then `_up` adds savings, cheapest first, until the
-training fits; `_lighter` and `_other_way` drop those that turn out not to be needed; `_fewer_blocks` and
-`_larger_budget` recompute less. The result is always a plan that a trial ran within the limit.
+First all savings together; if that does not fit, nothing does. Then `_add_until_it_fits` adds savings, cheapest first;
+`_drop_unneeded` and `_without_most_expensive` drop those that are not needed; `_fewer_blocks` and `_larger_budget`
+recompute less. The result is always a plan that a trial ran within the limit.
 """
 
 from __future__ import annotations
@@ -15,25 +15,9 @@ from typing import Protocol
 from hasten.batch.attempt import Attempt
 from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError, script_fails
-from hasten.memory_search.knapsack import (
-    as_setting,
-    blocks_to_recompute,
-    extra_peak_bytes,
-    kept_bytes,
-    largest,
-    recompute_seconds,
-)
+from hasten.memory_search import knapsack
 from hasten.memory_search.limit import Limit
-from hasten.memory_search.savings import (
-    BUDGETS,
-    Saving,
-    blocks_in,
-    clash,
-    compile_setting,
-    in_order,
-    left_alone,
-    techniques_that_acted,
-)
+from hasten.memory_search.savings import BUDGETS, Saving, acted, blocks_in, clash, compile_setting, in_order, left_alone
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
@@ -230,7 +214,7 @@ class _PlanSearch:
             tried = self._try({saving.name: saving.setting for saving in self._savings}, in_any_case=True)
             if tried.fits:
                 self._excluded |= left_alone(tried.plan, tried.attempt)
-                acts = techniques_that_acted(tried.plan, tried.attempt)
+                acts = acted(tried.plan, tried.attempt)
                 self._savings = [saving for saving in self._savings if saving.name in acts]
                 return tried
             if tried.attempt.outcome == "out of memory":
@@ -333,23 +317,26 @@ class _PlanSearch:
             return best
         count, least, fits = blocks_in(best.attempt), best.peak, frozenset(range(len(blocks)))
         spare = self._limit.room - least
-        low, high = 0, kept_bytes(blocks, ())  # keeping all does not fit, or the plan would not need the technique
-        most_kept, grain, trials = spare + largest(blocks), max(1, high // _COARSE), 0
+        low, high = (
+            0,
+            knapsack.kept_bytes(blocks, ()),
+        )  # keeping all does not fit, or the plan would not need the technique
+        most_kept, grain, trials = spare + knapsack.largest(blocks), max(1, high // _COARSE), 0
         while trials < _MOST_TRIALS and high - low > grain:
             most_kept = min(max(most_kept, low), high - 1)
-            recomputed = blocks_to_recompute(blocks, spare, most_kept)
-            if recompute_seconds(blocks, recomputed) >= recompute_seconds(blocks, fits):
+            recomputed = knapsack.blocks_to_recompute(blocks, spare, most_kept)
+            if knapsack.recompute_seconds(blocks, recomputed) >= knapsack.recompute_seconds(blocks, fits):
                 low, most_kept = most_kept, (most_kept + high) // 2 + 1  # nothing cheaper up to there: no trial needed
                 continue
             trials += 1
-            predicted = least + extra_peak_bytes(blocks, recomputed)
-            tried = self._try({**best.plan, name: as_setting(blocks, recomputed, count)}, predicted)
+            predicted = least + knapsack.extra_peak_bytes(blocks, recomputed)
+            tried = self._try({**best.plan, name: knapsack.as_setting(blocks, recomputed, count)}, predicted)
             if tried.fits:
-                best, fits, low = tried, recomputed, kept_bytes(blocks, recomputed)
+                best, fits, low = tried, recomputed, knapsack.kept_bytes(blocks, recomputed)
                 spare += max(0, predicted - tried.peak)
                 most_kept = low + self._limit.room - tried.peak
             else:
-                high = kept_bytes(blocks, recomputed)
+                high = knapsack.kept_bytes(blocks, recomputed)
                 most_kept = spare if low < spare < high else (low + high) // 2
         return best
 

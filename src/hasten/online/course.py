@@ -75,14 +75,10 @@ class Course:
         prior: Prior | None = None,
     ) -> None:
         self.candidates = list(candidates)
-        self.posterior = Posterior(
-            [(candidate.mean, candidate.spread) for candidate in candidates],
-            _pairs(candidates, prior),
-            _covariances(candidates, prior),
-        )
-        self.validation = Posterior(
-            [candidate.validation or (candidate.mean, candidate.spread) for candidate in candidates]
-        )
+        priors = [(candidate.mean, candidate.spread) for candidate in candidates]
+        self.posterior = Posterior(priors, _pairs(candidates, prior), _covariances(candidates, prior))
+        on_validation = [candidate.validation for candidate in candidates]
+        self.validation = Posterior([own or step for own, step in zip(on_validation, priors, strict=True)])
         self._validation_share = validation_share
         self._settled: frozenset[int] | None = None
         self.dropped: dict[int, str] = {}  # candidates that are off for good -> reason
@@ -354,11 +350,9 @@ class Course:
         earlier = self.candidates[index].known
         if earlier is None or abs(estimate.mean - earlier[0]) > _AGREES * earlier[1]:
             return False
-        return (
-            estimate.spread < _FINE
-            or estimate.helps < 1 - _LEAST_SURE[Effect.ROUNDING]
-            or self._is_sure(index, estimate)
-        )
+        if estimate.spread < _FINE or estimate.helps < 1 - _LEAST_SURE[Effect.ROUNDING]:
+            return True
+        return self._is_sure(index, estimate)
 
 
 def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:

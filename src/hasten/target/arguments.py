@@ -171,7 +171,7 @@ def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
             raise HastenError(f"--vary names {name} twice", f'give all its values at once: --vary "{name}=..."')
         values_by_name[name] = distinct
     by_name = arguments.by_name
-    # Only a script whose parser reported its options (arguments not `given`) is known to lack an argument.
+    # Only a script whose parser reported its options (arguments not `on_command_line`) is known to lack an argument.
     for name in values_by_name:
         if (
             name.startswith("-")

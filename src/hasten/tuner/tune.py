@@ -113,8 +113,7 @@ class _Tune:
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
         self.deadline = start + options.budget - _REPORT * options.started
-        self.start, self.spent = start, TimeSpent(start)
-        self.check_took = 0.0  # seconds of the last check
+        self.start, self.spent, self.check_took = start, TimeSpent(start), 0.0  # check_took: seconds of the last check
         self.block = block_seconds(options.budget, float("inf"))  # until the training's length is known
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False

@@ -43,7 +43,7 @@ class GradientReads:
                 _put_back()
 
     def expect(self) -> None:
-        """Call `told` at the next read."""
+        """Call `report` at the next read."""
         if id(self) in _users:
             _waiting[id(self)] = self._report
 

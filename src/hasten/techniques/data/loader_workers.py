@@ -179,7 +179,7 @@ class LoaderWorkers(Technique):
         if self.active:
             self._give(loader)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Leave later passes to torch."""
         _PASSES.leave(self)
 
