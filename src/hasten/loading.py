@@ -48,10 +48,10 @@ def with_options(loader: Any, run: Run) -> Any:
     if run.techniques_at("loader_options"):
         options = {name: getattr(loader, name, None) for name in _ARGUMENTS}
         options["shuffle"] = isinstance(loader.sampler, RandomSampler)
-        wanted = run.loader_options(dict(options))
-        if wanted["num_workers"] and wanted["prefetch_factor"] is None:
-            wanted["prefetch_factor"] = 2
-        different = {name: wanted[name] for name in _ARGUMENTS if wanted[name] is not options[name]}
+        options_wanted = run.loader_options(dict(options))
+        if options_wanted["num_workers"] and options_wanted["prefetch_factor"] is None:
+            options_wanted["prefetch_factor"] = 2
+        different = {name: options_wanted[name] for name in _ARGUMENTS if options_wanted[name] is not options[name]}
         if different:
             loader = changed(loader, **different)
     if run.techniques_at("loader"):

@@ -94,7 +94,7 @@ class OnlineOptions:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OnlineOptions:
         """Build the options from `dataclasses.asdict`'s result after a round trip through JSON and `tuples`."""
-        candidates = tuple(Candidate(**one) for one in data["candidates"])
+        candidates = tuple(Candidate(**candidate) for candidate in data["candidates"])
         prior = Prior(**data["prior"]) if data["prior"] is not None else None
         return cls(**{**data, "candidates": candidates, "prior": prior})
 

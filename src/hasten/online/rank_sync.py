@@ -128,14 +128,14 @@ class LeadingBoard(Switchboard):
     lost_reason = ""
     _known_broken: frozenset[str] = frozenset()  # the broken techniques that the other ranks know of
 
-    def switch(self, wanted: Mapping[str, Setting]) -> None:
+    def switch(self, settings: Mapping[str, Setting]) -> None:
         """Switch here and in all other ranks. Do nothing once they can no longer be led."""
         if self.slots is None:
-            super().switch(wanted)
+            super().switch(settings)
             return
-        if self.lost_reason or not self._command({"do": "switch", "on": dict(wanted)}):
+        if self.lost_reason or not self._command({"do": "switch", "on": dict(settings)}):
             return
-        super().switch(wanted)
+        super().switch(settings)
         broken = self.slots.answers(self.ranks)
         if broken is None and self._command({"do": "switch", "on": {}}):
             super().switch({})
@@ -304,14 +304,14 @@ class FollowingRank:
                 self._stop_listening()
         self._until = _NEVER
 
-    def _switch(self, wanted: dict[str, Setting]) -> None:
+    def _switch(self, settings: dict[str, Setting]) -> None:
         try:
-            self._board.switch(wanted)
+            self._board.switch(settings)
         except HastenError as error:  # this rank's machine differs from rank 0's, and lacks one of the settings
             for technique in self._board.techniques:
-                if technique.name in wanted:
+                if technique.name in settings:
                     self._board.failed(technique, error)
-            for name in wanted:
+            for name in settings:
                 self._board.broken.setdefault(name, str(error))
 
 

@@ -226,13 +226,13 @@ def _kept_by(model: nn.Module) -> Iterator[Tensor]:
 
 def _parameters_behind(graph: Graph) -> frozenset[int]:
     """Return the ids of the leaf tensors that a gradient at this graph node reaches."""
-    leaves, seen, queue = set(), {graph}, [graph]
+    leaves, visited, queue = set(), {graph}, [graph]
     while queue:
         node = queue.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(id(leaf))
         for inner, _ in node.next_functions:
-            if inner is not None and inner not in seen:
-                seen.add(inner)
+            if inner is not None and inner not in visited:
+                visited.add(inner)
                 queue.append(inner)
     return frozenset(leaves)

@@ -110,7 +110,12 @@ class LossScaler:
         self._read = self._read or not harmless
         if self._overflows is None or int(self._overflows.item()) <= self._adapted:
             return
-        stepped = [one for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]]
+        stepped = [
+            parameter
+            for optimizer in self._answered
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         for gradient in _gradients(stepped):
             gradient.nan_to_num_(0.0, 0.0, 0.0)
         if not harmless:
@@ -141,7 +146,10 @@ class LossScaler:
         infinite gradient would be taken for a true one. So would an input's, of which an adversarial example is made.
         """
         stepped = {
-            id(one) for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]
+            id(parameter)
+            for optimizer in self._answered
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         count = sum(id(leaf) not in stepped for leaf in leaves)
         if not count:
@@ -157,10 +165,10 @@ class LossScaler:
         if self.stop_reason or self._unasked == 1 or self._overflows is None:
             return
         nothing_left = all(
-            one.grad is None
+            parameter.grad is None
             for optimizer in self._answered
             for group in optimizer.param_groups
-            for one in group["params"]
+            for parameter in group["params"]
         )
         if not nothing_left and self._unasked % _UNASKED:
             return
@@ -262,21 +270,21 @@ def _are_watched(leaf: Any) -> bool:
 
 def _leaves(roots: list[Any]) -> tuple[list[Any], str]:
     """The leaf tensors that a backward from `roots` accumulates into, and who of the script's own looks on."""
-    found: dict[int, Any] = {}
-    own = ""
-    seen, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
+    leaves: dict[int, Any] = {}
+    onlooker = ""
+    visited, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
     while queue:
         node = queue.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         elif type(node) not in _fine:
             if name := own_function(node):
-                own = own or f"the backward of {name} sees its gradient"
+                onlooker = onlooker or f"the backward of {name} sees its gradient"
             else:
                 _fine.add(type(node))
         queue += [following for following, _ in node.next_functions]
-    return list(found.values()), own
+    return list(leaves.values()), onlooker

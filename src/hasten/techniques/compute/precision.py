@@ -295,7 +295,7 @@ class Precision(Technique):
 
     def _look_at(self, output: Any) -> None:
         """Training forwards that no backward follows: a script may leave out steps whose loss is not finite."""
-        if not all(bool(one.isfinite().all()) for one in tensors_in(output)):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors_in(output)):
             self._leave("numbers overflow in fp16 in the forward, and no backward follows")
 
     def _under_autocast(self, kind: str) -> None:
@@ -361,14 +361,14 @@ class Precision(Technique):
 
 def _first_device(args: tuple[Any, ...]) -> str:
     """Where the first tensor among arguments is; "" where there is none."""
-    seen: list[str] = []
+    device_types: list[str] = []
 
-    def see(part: Any) -> Any:
-        seen.append(part.device.type)
-        return part
+    def see(tensor: Any) -> Any:
+        device_types.append(tensor.device.type)
+        return tensor
 
     map_tensors(see, args)
-    return seen[0] if seen else ""
+    return device_types[0] if device_types else ""
 
 
 def device_to_cast(module: Any, torch: Any) -> str:
@@ -377,4 +377,4 @@ def device_to_cast(module: Any, torch: Any) -> str:
     if "cuda" in devices:
         return "cuda"  # a table that `host_embeddings` keeps on the CPU may come first
     # Other stages' layers of a pipeline are on "meta" here.
-    return next((str(one) for one in devices if one != "meta"), str(devices[0]) if devices else "")
+    return next((str(device) for device in devices if device != "meta"), str(devices[0]) if devices else "")

@@ -73,7 +73,7 @@ class Memoized:
         self._pid = os.getpid()
         self._ended = False
         self._ready = ObjectCache()
-        self._began()
+        self._start()
         if why := self._why_not():
             self.end(why)
 
@@ -118,7 +118,7 @@ class Memoized:
             return False
         if self._snapshot.changed_at_all() if whole else self._snapshot.changed(rows):
             late = self._snapshot.late
-            self._began()
+            self._start()
             if late:  # samples taken from the store since the change cannot be taken back
                 late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
             if why := late or self._why_not():
@@ -132,38 +132,38 @@ class Memoized:
             Stale: An audit found a kept value that differs; `end` was called with the reason.
         """
         surroundings = self._surroundings()
-        place = surroundings, type(key), key
-        sample = self._ready.find(place)
+        ready_key = surroundings, type(key), key
+        sample = self._ready.find(ready_key)
         is_ready = sample is not None
         if not is_ready:
-            found = self._store.get((*surroundings, key))
-            if found is _MISSING or changed_file(found[0]):
-                return self._make(key, make, keep=found is _MISSING or self._replaces)
-            files, sample = found
+            stored = self._store.get((*surroundings, key))
+            if stored is _MISSING or changed_file(stored[0]):
+                return self._make(key, make, keep=stored is _MISSING or self._replaces)
+            files, sample = stored
             hear_again(files.items())
         self._hits += 1
         if _auditing or self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
             return self._made_again(key, make, sample)
         self._unseen = True
-        if is_ready or self._ready.add(place, files, sample):
+        if is_ready or self._ready.add(ready_key, files, sample):
             return copy_of(sample)
         return sample
 
-    def _made_again(self, key: Any, make: Callable[[Any], Any], kept: Any) -> Any:
+    def _made_again(self, key: Any, make: Callable[[Any], Any], stored: Any) -> Any:
         """Make a kept sample again, with everything that it is made of, and compare the two."""
         global _auditing
         _auditing += 1
         try:
-            made = self._make(key, make, keep=False)
+            fresh = self._make(key, make, keep=False)
         finally:
             _auditing -= 1
-        if pack(made) != pack(kept):
+        if pack(fresh) != pack(stored):
             why = "the same index gave another sample than before"
             if self._unseen or self._pid != os.getpid():  # unaudited samples were taken here, or maybe by other workers
                 why += ": samples taken from the cache until now may not be what they would have been"
             self.end(why)
             raise StaleSample
-        return made
+        return fresh
 
     def _one_in(self) -> int:
         """Return the audit interval: one in so many samples taken is made again."""
@@ -172,7 +172,7 @@ class Memoized:
     def __reduce__(self) -> Any:
         return type(None), ()  # a pickled copy in another process has no memo
 
-    def _began(self) -> None:
+    def _start(self) -> None:
         self._snapshot = Snapshot(self._roots)
         self._ready.clear()
         self._state = self._new_state()
@@ -192,21 +192,21 @@ class Memoized:
         return why_not_deterministic(self._snapshot)
 
     def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
-        before = random_states()
-        with opened() as heard:
+        random_before = random_states()
+        with opened() as activity:
             sample = make(key)
         self._misses += 1
-        whole = self._misses <= _WHOLE_LOOKS
-        if random_states() != before:
+        compare_all = self._misses <= _WHOLE_LOOKS
+        if random_states() != random_before:
             self.end(DRAWS)
-        elif heard.doing:
-            self.end(f"making a sample {heard.doing}")
-        elif self._snapshot.changed_at_all() if whole else self._snapshot.changed_small():
+        elif activity.doing:
+            self.end(f"making a sample {activity.doing}")
+        elif self._snapshot.changed_at_all() if compare_all else self._snapshot.changed_small():
             self.end("making a sample changes what the dataset holds")
         elif self._snapshot.holds(sample):
             self.end("samples are parts of the dataset itself")
         elif why := why_no_round_trip(sample):
             self.end(f"samples {why}")
-        elif keep and heard.settled():
-            self._keep(key, (heard.files, sample))
+        elif keep and activity.settled():
+            self._keep(key, (activity.files, sample))
         return sample

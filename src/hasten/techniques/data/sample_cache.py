@@ -117,8 +117,10 @@ class SampleCache(Technique):
 
     @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
-        used = [other for other in evidence.loaders if other.role != "unused"]
-        if probe.repeatable and all(other.probe and other.probe.repeatable for other in used):
+        used_loaders = [loader_facts for loader_facts in evidence.loaders if loader_facts.role != "unused"]
+        if probe.repeatable and all(
+            loader_facts.probe and loader_facts.probe.repeatable for loader_facts in used_loaders
+        ):
             setting, seconds, size = "samples", probe.sample_seconds, probe.sample_bytes
         elif probe.loader_function and probe.loader_repeatable:
             setting, seconds, size = "decoded", probe.loader_seconds, probe.loader_bytes
@@ -130,9 +132,14 @@ class SampleCache(Technique):
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         why = f"making a sample takes {seconds * 1e6:.0f} us and gives the same each time"
         need = size * (loader.samples or 0)
-        whole = [(other.probe, other.samples or 0) for other in used if other.probe and other.probe.repeatable]
-        also = sum((asked.sample_bytes + asked.loader_bytes) * count for asked, count in whole)
-        if setting == "decoded" and also and 2 * (need + also) <= room():  # each of the two stores gets half
+        other_stores = [
+            (loader_facts.probe, loader_facts.samples or 0)
+            for loader_facts in used_loaders
+            if loader_facts.probe and loader_facts.probe.repeatable
+        ]
+        other_bytes = sum((facts.sample_bytes + facts.loader_bytes) * count for facts, count in other_stores)
+        # Each of the two stores gets half of the room.
+        if setting == "decoded" and other_bytes and 2 * (need + other_bytes) <= room():
             return Choices(("both",), f"{why}; whole samples of another loader do, too")
         if need <= room():
             return Choices((setting,), why)
