@@ -116,7 +116,7 @@ def test_a_tensor_comes_back_with_its_strides(technique: ActivationOffload) -> N
     for view in views:
         away = hooks.pack_hook(view)
         assert type(away) is _MovedToHost
-        back = away.back()
+        back = away.restored()
         assert torch.equal(back, view)
         assert (back.stride(), back.dtype) == (view.stride(), view.dtype)
         assert back.data_ptr() != view.data_ptr()
