@@ -39,7 +39,7 @@ from hasten.check.runs import FinishedRun
 from hasten.evidence import this_machine
 from hasten.plan import Setting
 from hasten.taps.config import VARIABLE
-from hasten.tuner.check import CheckOptions, Processes, config_of, ended
+from hasten.tuner.check import CheckOptions, Processes, config_of, finished_run
 
 RESULTS = Path(__file__).parent / "results" / "exactness.json"
 PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
@@ -62,7 +62,7 @@ class Forks:
         child = os.fork()
         if child == 0:
             self._become(config, folder / "log", self.options.resume or () if saved is not None else ())
-        return ended(folder, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), plan, self.options.seconds)
+        return finished_run(folder, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), plan, self.options.seconds)
 
     def stop(self) -> None:
         """Nothing goes on in other threads."""

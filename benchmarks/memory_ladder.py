@@ -25,8 +25,8 @@ from hand_tuned import machine
 from hasten import HastenError
 from hasten.batch.attempt import Attempt, Attempts, free_bytes
 from hasten.evidence import this_machine
-from hasten.memory_search.limit import asked
-from hasten.memory_search.savings import acting, blocks_in, in_order, savings_for
+from hasten.memory_search.limit import limit_of
+from hasten.memory_search.savings import acted, blocks_in, in_order, savings_for
 from hasten.memory_search.search import find_plan
 from hasten.plan import Setting
 
@@ -65,7 +65,7 @@ def by_hand(tries: Tries) -> Iterator[Plan]:
     """Give every plan that a person might try: sets of the savings that act, with shares of the blocks."""
     every = {saving.name: saving.setting for saving in savings_for(this_machine()) if not saving.instead_of}
     all_on = tries.kept(in_order(every))
-    names = [name for name in every if all_on.outcome == "ok" and name in acting(every, all_on)]
+    names = [name for name in every if all_on.outcome == "ok" and name in acted(every, all_on)]
     blocks = blocks_in(all_on)
     for count in range(len(names) + 1):
         for chosen in itertools.combinations(names, count):
@@ -85,7 +85,7 @@ def compare(tries: Tries, share: float, pairs: int) -> dict[str, object]:
     """Return what the ladder finds within a limit, and the best by hand."""
     plain = tries.kept({})
     room = round(plain.before + share * (plain.peak - plain.before))
-    limit = asked(round(room / 0.95), on_gpu=False)
+    limit = limit_of(round(room / 0.95), on_gpu=False)
     start = time.monotonic()
     try:
         found = find_plan(

@@ -85,7 +85,7 @@ def plain(number: int) -> int:
 
 def test_a_call_leads_through_what_is_on() -> None:
     board = Switchboard([Adding(1), Adding(10), Doubling(True)])
-    call = board.wrapped("forward", plain)
+    call = board.wrap("forward", plain)
     assert (call(5), board.on) == (5, {})
     for wanted, gives in (
         ({"adding": 1}, 6),
@@ -125,7 +125,7 @@ def test_all_are_told_of_models_but_a_pass_begins_with_what_is_on() -> None:
 def test_what_fails_is_off_for_good(place: str) -> None:
     failing = Failing(place)
     board = Switchboard([failing, Adding(1)])
-    call = board.wrapped("forward", plain)
+    call = board.wrap("forward", plain)
     board.switch({"failing": place, "adding": 1})
     board.model(object(), ())
     assert board.batches(lambda: 0, None)() == 1
@@ -163,7 +163,7 @@ def test_global_switches_are_set_by_on_alone() -> None:
 def test_what_is_fixed_is_on_throughout() -> None:
     fixed, switched = Adding(10), Doubling(True)
     board = Switchboard([switched], fixed=[fixed])
-    call = board.wrapped("forward", lambda number: number)
+    call = board.wrap("forward", lambda number: number)
     assert (call(1), board.on) == (11, {})
     board.switch({"doubling": True})
     assert (call(1), board.on) == (12, {"doubling": True})

@@ -117,15 +117,15 @@ def how_it_ended(code: int) -> str:
 
 def end_family(mark: str, pid: int) -> None:
     """Kill the child with this mark and its descendants; return when none is left, or after five seconds."""
-    end = time.monotonic() + _UNTIL_GONE
-    while time.monotonic() < end:
+    deadline = time.monotonic() + _UNTIL_GONE
+    while time.monotonic() < deadline:
         with suppress(ProcessLookupError, PermissionError):
             if pid:
                 os.killpg(pid, signal.SIGKILL)
-        left = family(mark, pid)
-        if not left:
+        members = family(mark, pid)
+        if not members:
             return
-        for member in left:
+        for member in members:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(member, signal.SIGKILL)
         time.sleep(0.02)  # the next round finds processes that were forked during this one

@@ -55,9 +55,9 @@ def script_fails(reason: str, log: str, resumed: bool = False) -> HastenError:
             "\n  If it works without hasten: in a trial, what native code or a subprocess writes outside the scratch "
             "folder is refused, and there is no input to read"
         )
-    said = f"\nIts last words:\n{log}" if log else ""
+    last_words = f"\nIts last words:\n{log}" if log else ""
     when = ", resuming from what it saved," if resumed else ""
     return HastenError(
-        f"the script{when} fails without any plan, before hasten changed anything: {reason}{said}",
+        f"the script{when} fails without any plan, before hasten changed anything: {reason}{last_words}",
         f"fix it first{sandbox}",
     )

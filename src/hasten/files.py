@@ -29,7 +29,7 @@ Recognise = Callable[[bytes], bool]
 TEMPORARY = re.compile(r"\.hasten-\d+-[0-9a-f]{16}\.tmp")
 """Pattern of the names of temporary files that `make_beside` makes."""
 
-_ELSE = "name another file, or move that one away"
+_FIX = "name another file, or move that one away"
 _PATIENCE = 5.0  # seconds to wait for a pipe's next bytes
 _MOST = 1 << 31  # bytes of the largest file that is read into memory
 
@@ -108,29 +108,29 @@ def write_in_place(path: str | os.PathLike[str], content: bytes) -> None:
         write_whole(path, content)
         return
     with open(path, "rb+", buffering=0) as file:
-        before = file.readall()
+        old_content = file.readall()
         try:
-            os.posix_fallocate(file.fileno(), 0, max(len(content), len(before), 1))
+            os.posix_fallocate(file.fileno(), 0, max(len(content), len(old_content), 1))
             _overwrite(file.fileno(), content)
         except BaseException:
-            _overwrite(file.fileno(), before)
+            _overwrite(file.fileno(), old_content)
             raise
 
 
 def _overwrite(fd: int, content: bytes) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(fd, content[done:], done)
+    written = 0
+    while written < len(content):
+        written += os.pwrite(fd, content[written:], written)
     os.ftruncate(fd, len(content))
     os.fsync(fd)
 
 
-def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = _ELSE) -> None:
+def check_target(path: Path, name: str, recognise: Recognise | None, fix: str = _FIX) -> None:
     """Check, before a long run, that its output file can be written afterwards and replaces nobody else's file.
 
     Args:
         path: The file; it may be missing, empty, a pipe or a device.
-        what: The output's name in messages, such as "the evidence".
+        name: The output's name in messages, such as "the evidence".
         recognise: Returns whether some content is an earlier output of the same kind; None to check only whether the
             file can be written.
         fix: What the user can do about it.
@@ -140,9 +140,9 @@ def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = 
     """
     folder = path.absolute().parent
     if path.is_dir():
-        raise HastenError(f"cannot write {what} {path}: it is a folder", fix)
+        raise HastenError(f"cannot write {name} {path}: it is a folder", fix)
     if not folder.is_dir():
-        raise HastenError(f"cannot write {what} {path}: no such folder {folder}", fix)
+        raise HastenError(f"cannot write {name} {path}: no such folder {folder}", fix)
     old = _stat(path)
     if old is not None and not stat.S_ISREG(old.st_mode):
         return
@@ -151,12 +151,12 @@ def check_target(path: Path, what: str, recognise: Recognise | None, fix: str = 
         os.close(fd)
         Path(temporary).unlink()
     except OSError as error:
-        raise HastenError(f"cannot write {what} {path}: {error.strerror}", fix) from None
+        raise HastenError(f"cannot write {name} {path}: {error.strerror}", fix) from None
     if recognise is not None:
-        refuse_others(path, what, recognise, fix)
+        refuse_others(path, name, recognise, fix)
 
 
-def refuse_others(path: Path, what: str, recognise: Recognise, fix: str = _ELSE) -> None:
+def refuse_others(path: Path, name: str, recognise: Recognise, fix: str = _FIX) -> None:
     """Refuse to replace a file unless it is missing, empty, no regular file, or an earlier output of the same kind.
 
     Raises:
@@ -170,20 +170,20 @@ def refuse_others(path: Path, what: str, recognise: Recognise, fix: str = _ELSE)
     except OSError as error:
         raise HastenError(f"{path} is there and cannot be read ({error.strerror}): left as it is", fix) from None
     if not recognise(content):
-        raise HastenError(f"{path} holds something other than {what} of an earlier run: left as it is", fix)
+        raise HastenError(f"{path} holds something other than {name} of an earlier run: left as it is", fix)
 
 
-def write_own(path: Path, content: str | bytes, what: str, recognise: Recognise, fix: str = _ELSE) -> None:
+def write_own(path: Path, content: str | bytes, name: str, recognise: Recognise, fix: str = _FIX) -> None:
     """Write a file atomically, replacing nothing but an earlier output of the same kind.
 
     Raises:
         HastenError: The file holds other content, or cannot be written.
     """
-    refuse_others(path, what, recognise, fix)
+    refuse_others(path, name, recognise, fix)
     try:
         write_whole(path, content)
     except OSError as error:
-        raise HastenError(f"cannot write {what} {path}: {error.strerror or error}", fix) from None
+        raise HastenError(f"cannot write {name} {path}: {error.strerror or error}", fix) from None
 
 
 def json_of(schema: str) -> Recognise:
@@ -195,8 +195,8 @@ def json_of(schema: str) -> Recognise:
             data = parse_json(content)
         except ValueError:
             return False
-        found = data.get("schema") if isinstance(data, dict) else None
-        return isinstance(found, str) and found.partition("/")[0] == kind
+        schema_field = data.get("schema") if isinstance(data, dict) else None
+        return isinstance(schema_field, str) and schema_field.partition("/")[0] == kind
 
     return recognise
 

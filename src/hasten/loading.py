@@ -45,19 +45,19 @@ def with_options(loader: Any, run: Run) -> Any:
     """Return a loader with the techniques' options applied; the same loader if they change nothing."""
     if not isinstance(loader, DataLoader):
         return loader
-    if run.acting("loader_options"):
+    if run.techniques_at("loader_options"):
         options = {name: getattr(loader, name, None) for name in _ARGUMENTS}
         options["shuffle"] = isinstance(loader.sampler, RandomSampler)
-        wanted = run.loader_options(dict(options))
-        if wanted["num_workers"] and wanted["prefetch_factor"] is None:
-            wanted["prefetch_factor"] = 2
-        different = {name: wanted[name] for name in _ARGUMENTS if wanted[name] is not options[name]}
+        options_wanted = run.loader_options(dict(options))
+        if options_wanted["num_workers"] and options_wanted["prefetch_factor"] is None:
+            options_wanted["prefetch_factor"] = 2
+        different = {name: options_wanted[name] for name in _ARGUMENTS if options_wanted[name] is not options[name]}
         if different:
             loader = changed(loader, **different)
-    if run.acting("loader"):
+    if run.techniques_at("loader"):
         loader = changed(loader)
         run.loader(loader)
-    if loader.num_workers and run.acting("fetcher"):
+    if loader.num_workers and run.techniques_at("fetcher"):
         loader = changed(loader, worker_init_fn=_FetcherInWorker(run, loader.worker_init_fn))
     return loader
 
@@ -89,6 +89,6 @@ class _FetcherInWorker:
 def with_techniques(iterator: Iterator[Any], run: Run) -> Callable[[], Any]:
     """Return the function that gives a pass its next batch, wrapped by the techniques that act on batches."""
     fetcher = getattr(iterator, "_dataset_fetcher", None)  # only without workers: a worker has a fetcher of its own
-    if fetcher is not None and run.acting("fetcher"):
+    if fetcher is not None and run.techniques_at("fetcher"):
         iterator._dataset_fetcher = run.fetcher(fetcher)  # type: ignore[attr-defined]
     return run.batches(iterator.__next__, iterator)

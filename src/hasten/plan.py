@@ -50,8 +50,8 @@ class Plan:
 
     def without(self, name: str) -> Plan:
         """Return this plan without one technique."""
-        others = {other: setting for other, setting in self.techniques.items() if other != name}
-        return Plan(others, self.comments, self.made, self.machine)
+        remaining = {technique: setting for technique, setting in self.techniques.items() if technique != name}
+        return Plan(remaining, self.comments, self.made, self.machine)
 
     def where(self, name: str = "") -> str:
         """Return the `file:line` of a technique, for messages; "the plan" if it was not read from a file."""

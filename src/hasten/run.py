@@ -50,16 +50,16 @@ class Run:
         self.recorder = recorder
         self.skipped: list[str] = []
         self.models: dict[int, ModelWatch] = {}
-        self.seen: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         self._rebuilt: set[int] = set()
 
-    def acting(self, place: str) -> list[Technique]:
+    def techniques_at(self, place: str) -> list[Technique]:
         """Return the techniques that act at a place, such as "loader" or "forward"."""
         return [technique for technique in self.techniques if overrides(technique, place)]
 
-    def skip(self, what: str, error: BaseException) -> None:
+    def skip(self, failed_part: str, error: BaseException) -> None:
         """Record what failed, with the first line of its error; the same failure is recorded once."""
-        line = f"{what}: {type(error).__name__}: {error}".splitlines()[0]
+        line = f"{failed_part}: {type(error).__name__}: {error}".splitlines()[0]
         if line not in self.skipped:
             self.skipped.append(line)
 
@@ -67,24 +67,24 @@ class Run:
         """Record that a technique raised an error."""
         self.skip(technique.name, error)
 
-    def guard(self, what: str | Technique) -> Guard:
+    def guard(self, guarded: str | Technique) -> Guard:
         """Return a context manager that records an exception in `skipped` and swallows it.
 
         Taps and techniques run inside it, so that neither can break a script.
         """
-        if isinstance(what, Technique):
-            return Guard(functools.partial(self.failed, what))
-        return Guard(functools.partial(self.skip, what))
+        if isinstance(guarded, Technique):
+            return Guard(functools.partial(self.failed, guarded))
+        return Guard(functools.partial(self.skip, guarded))
 
     def process(self) -> None:
         """Let techniques set their global switches; called once torch has been imported."""
-        for technique in self.acting("process"):
+        for technique in self.techniques_at("process"):
             with self.guard(technique):
                 technique.process()
 
     def loader_options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments to build a DataLoader with, as changed by the techniques."""
-        for technique in self.acting("loader_options"):
+        for technique in self.techniques_at("loader_options"):
             # Each technique gets a copy, so that one that raises halfway leaves no half-made changes.
             changed = dict(options)
             with self.guard(technique):
@@ -94,20 +94,20 @@ class Run:
 
     def loader(self, loader: Any) -> None:
         """Apply the techniques to a DataLoader that was just built."""
-        for technique in self.acting("loader"):
+        for technique in self.techniques_at("loader"):
             with self.guard(technique):
                 technique.loader(loader)
 
     def fetcher(self, fetcher: Any) -> Any:
         """Return the object that gathers a batch's samples, as replaced by the techniques."""
-        for technique in self.acting("fetcher"):
+        for technique in self.techniques_at("fetcher"):
             with self.guard(technique):
                 fetcher = technique.fetcher(fetcher)
         return fetcher
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
         """Return the function that gives a pass its next batch, wrapped by the techniques."""
-        for technique in self.acting("batches"):
+        for technique in self.techniques_at("batches"):
             with self.guard(technique):
                 fetch = technique.batches(fetch, iterator)
         return fetch
@@ -117,7 +117,7 @@ class Run:
         if id(module) in self._rebuilt:
             return
         self._rebuilt.add(id(module))
-        for technique in self.acting("model"):
+        for technique in self.techniques_at("model"):
             with self.guard(technique):
                 technique.model(module, args)
 
@@ -127,18 +127,18 @@ class Run:
 
     def optimizer(self, optimizer: Any) -> None:
         """Apply the techniques to an optimizer that was just built."""
-        for technique in self.acting("optimizer"):
+        for technique in self.techniques_at("optimizer"):
             with self.guard(technique):
                 technique.optimizer(optimizer)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Undo the techniques' changes to the process: the training is over, but the process continues."""
-        for technique in self.acting("over"):
-            technique.over()
+        for technique in self.techniques_at("teardown"):
+            technique.teardown()
 
-    def wrapped(self, place: str, call: Call) -> Call:
+    def wrap(self, place: str, call: Call) -> Call:
         """Return the call, `forward` or `backward`, wrapped by the techniques that act on it."""
-        for technique in self.acting(place):
+        for technique in self.techniques_at(place):
             with self.guard(technique):
                 call = getattr(technique, place)(call)
         return call

@@ -20,7 +20,7 @@ from hasten.run import Run
 from hasten.techniques import CATALOGUE, Liveness, Technique, overrides, toml_value
 from hasten.techniques.base import Call
 
-_ALONE = "left alone: "
+_LEFT_ALONE = "left alone: "
 
 
 class Switchboard(Run):
@@ -47,13 +47,13 @@ class Switchboard(Run):
         self, techniques: Iterable[Technique], recorder: Recorder | None = None, fixed: Iterable[Technique] = ()
     ) -> None:
         order, techniques, self._fixed = list(CATALOGUE), list(techniques), list(fixed)
-        places = {name: place for place, name in enumerate(order)}
+        positions = {name: position for position, name in enumerate(order)}
         installed = [*techniques, *self._fixed]
-        super().__init__(sorted(installed, key=lambda each: places.get(each.name, len(order))), recorder)
+        super().__init__(sorted(installed, key=lambda technique: positions.get(technique.name, len(order))), recorder)
         for technique in techniques:
             if technique.liveness_of(technique.setting) is Liveness.PROCESS:
                 raise HastenError(
-                    f"{_line(technique.name, technique.setting)} can only be set when a process starts",
+                    f"{_setting_text(technique.name, technique.setting)} can only be set when a process starts",
                     "leave it out: `liveness_of` tells which settings can be switched",
                 )
             technique.active, technique.switchable = False, True
@@ -75,7 +75,7 @@ class Switchboard(Run):
         self._shared = mmap.mmap(-1, max(1, len(self.techniques)))
         self._settle()
 
-    def switch(self, wanted: Mapping[str, Setting]) -> None:
+    def switch(self, settings: Mapping[str, Setting]) -> None:
         """Switch on exactly the wanted techniques and all others off, except the fixed ones.
 
         Call it between two steps, in the training's thread. A broken technique stays off. The setting False means off.
@@ -83,8 +83,8 @@ class Switchboard(Run):
         Raises:
             HastenError: A technique with that setting was not given to the switchboard; nothing is switched.
         """
-        wanted = {name: setting for name, setting in wanted.items() if setting is not False}
-        chosen = [self._find(name, setting) for name, setting in wanted.items()]
+        settings = {name: setting for name, setting in settings.items() if setting is not False}
+        chosen = [self._find(name, setting) for name, setting in settings.items()]
         for technique in reversed(self.techniques):
             if technique.active and technique not in chosen and technique not in self._fixed:
                 self._turn(technique, technique.off)
@@ -104,10 +104,10 @@ class Switchboard(Run):
                 self._turn(candidate, candidate.off)
         self._settle()
 
-    def alone(self, name: str, setting: Setting) -> str:
+    def why_left_alone(self, name: str, setting: Setting) -> str:
         """Return why a technique that is on changes nothing; "" if it acts on something, or still may."""
         acted = self._find(name, setting).acted
-        reasons = [note.removeprefix(_ALONE) for note in acted if note.startswith(_ALONE)]
+        reasons = [note.removeprefix(_LEFT_ALONE) for note in acted if note.startswith(_LEFT_ALONE)]
         return reasons[0] if reasons and len(reasons) == len(acted) else ""
 
     # -- the places -----------------------------------------------------------------------------------
@@ -118,9 +118,9 @@ class Switchboard(Run):
             with self.guard(technique):
                 technique.process()
 
-    def acting(self, place: str) -> list[Technique]:
+    def techniques_at(self, place: str) -> list[Technique]:
         """Return the techniques that act at a place, on or off, without the broken ones."""
-        return [technique for technique in super().acting(place) if technique.name not in self.broken]
+        return [technique for technique in super().techniques_at(place) if technique.name not in self.broken]
 
     def idle(self) -> list[str]:
         """Return one line per fixed technique that found nothing to act on; the others are only being tried."""
@@ -141,7 +141,7 @@ class Switchboard(Run):
         call: Callable[[], Any] = self._through("batches", fetch, iterator)
         return call
 
-    def wrapped(self, place: str, call: Call) -> Call:
+    def wrap(self, place: str, call: Call) -> Call:
         """Return the call, `forward` or `backward`, wrapped at each invocation by the techniques that are on then."""
         chain = _Chain(place, call)
         self._chains.append(chain)
@@ -158,7 +158,7 @@ class Switchboard(Run):
         for technique in self.techniques:
             if technique.name == name and _same(technique.setting, setting) and technique not in self._fixed:
                 return technique
-        raise HastenError(f"{_line(name, setting)} is not among the techniques that can be switched here")
+        raise HastenError(f"{_setting_text(name, setting)} is not among the techniques that can be switched here")
 
     def _turn(self, technique: Technique, switch: Callable[[], None]) -> None:
         """Call a technique's `on` or `off`; a technique that raises is off for good."""
@@ -171,8 +171,8 @@ class Switchboard(Run):
 
     def _settle(self) -> None:
         """Publish which techniques are on: to workers, to `on`, and to the chains of wrapped calls."""
-        for place, technique in enumerate(self.techniques):
-            self._shared[place] = technique.active
+        for index, technique in enumerate(self.techniques):
+            self._shared[index] = technique.active
         active = [technique for technique in self.techniques if technique.active]
         self.on = {technique.name: technique.setting for technique in active if technique not in self._fixed}
         for chain in self._chains:
@@ -237,9 +237,9 @@ class _Link:
         return self.inner(*args, **kwargs)
 
 
-def _same(one: Setting, other: Setting) -> bool:
-    return type(one) is type(other) and one == other  # the settings True and 1 differ
+def _same(first: Setting, second: Setting) -> bool:
+    return type(first) is type(second) and first == second  # the settings True and 1 differ
 
 
-def _line(name: str, setting: Setting) -> str:
+def _setting_text(name: str, setting: Setting) -> str:
     return f"{name} = {toml_value(setting)}"

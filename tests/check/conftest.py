@@ -17,7 +17,7 @@ from hasten.check.run import check_plan
 from hasten.check.runs import CheckTimeoutError, FinishedRun
 from hasten.plan import Setting
 from hasten.techniques import CATALOGUE
-from hasten.tuner.check import CheckOptions, config_of, ended
+from hasten.tuner.check import CheckOptions, config_of, finished_run
 from tests.check import planted
 from tests.taps.forks import run_in_fork
 
@@ -83,7 +83,7 @@ class ForkedRuns:
         more = self.options.resume or () if saved is not None else ()
         log = folder / "log"
         code = run_in_fork(self.here / "train.py", self.here, log, log, more, config)
-        return ended(folder, code, plan, self.options.seconds)
+        return finished_run(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:
         """Nothing goes on in other threads."""

@@ -8,33 +8,33 @@ import pytest
 import torch
 
 from hasten.check.track import Moment, Track
-from hasten.check.witness import far
+from hasten.check.witness import measure_difference
 
 INF, NAN = float("inf"), float("nan")
 
 
 def test_a_tensor_is_as_far_as_its_numbers_are() -> None:
     mine, plain = torch.tensor([3.0, 0.0]), torch.tensor([3.0, 4.0])
-    assert far(mine, plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
+    assert measure_difference(mine, plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
     # Of a step what counts is how far it went: from (3, 0) to (3, 4), and not at all.
-    assert far(mine, plain, mine, mine) == pytest.approx((4.0, 4.0, -1.0, 5.0))
-    assert far(plain, plain) == pytest.approx((0.0, 5.0, 0.0, 5.0))
+    assert measure_difference(mine, plain, mine, mine) == pytest.approx((4.0, 4.0, -1.0, 5.0))
+    assert measure_difference(plain, plain) == pytest.approx((0.0, 5.0, 0.0, 5.0))
 
 
 def test_what_is_not_finite_in_both_takes_no_part() -> None:
     for value in (INF, -INF, NAN):
         plain = torch.tensor([3.0, 4.0, value])
-        assert far(torch.tensor([3.0, 0.0, value]), plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
+        assert measure_difference(torch.tensor([3.0, 0.0, value]), plain) == pytest.approx((4.0, 5.0, -16 / 25, 5.0))
         start = torch.tensor([3.0, 0.0, 1.0])
-        assert far(plain, plain, start, start) == pytest.approx((0.0, 4.0, 0.0, 5.0))
+        assert measure_difference(plain, plain, start, start) == pytest.approx((0.0, 4.0, 0.0, 5.0))
 
 
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_what_is_finite_in_one_alone_is_without_end_apart(value: float) -> None:
     finite, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, value])
-    assert far(other, finite) == (INF, 5.0, INF, 5.0)
-    assert far(finite, other) == (INF, 3.0, INF, 3.0)
-    assert far(finite, torch.ones(3)) == (INF, 0.0, INF, 0.0)
+    assert measure_difference(other, finite) == (INF, 5.0, INF, 5.0)
+    assert measure_difference(finite, other) == (INF, 3.0, INF, 3.0)
+    assert measure_difference(finite, torch.ones(3)) == (INF, 0.0, INF, 0.0)
 
 
 def test_values_are_read_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hasten import Plan
 from hasten.batch.attempt import Attempts
-from hasten.memory_search.limit import asked, standing
+from hasten.memory_search.limit import limit_in_force, limit_of
 from tests.taps.forked_pythons import forked_pythons
 from tests.taps.scripts import HASTEN, Done, environment, execute, write
 
@@ -158,14 +158,14 @@ def test_a_technique_whose_steps_fail_in_a_script_that_swallows_it_is_a_failed_a
 
 
 def test_the_limit_that_stands_is_the_least_of_machine_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert standing(on_gpu=False).bounds == {}
+    assert limit_in_force(on_gpu=False).bounds == {}
     kinds = {resource.RLIMIT_AS: 3 << 30, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (kinds[kind], resource.RLIM_INFINITY))
-    found = standing(on_gpu=False)
+    found = limit_in_force(on_gpu=False)
     assert found.bounds == {"RLIMIT_AS": round(0.95 * (3 << 30))}
     assert "ulimit -v" in found.words
-    assert asked(1000, on_gpu=True).bounds == {"gpu": 950}
-    assert asked(1000, on_gpu=False).room == 950
+    assert limit_of(1000, on_gpu=True).bounds == {"gpu": 950}
+    assert limit_of(1000, on_gpu=False).room == 950
 
 
 @pytest.mark.slow  # about ten trials, each a process that imports torch

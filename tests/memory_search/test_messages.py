@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hasten import HastenError
 from hasten.batch.attempt import Attempts
-from hasten.batch.attempt_progress import read_course, rise_of
+from hasten.batch.attempt_progress import read_progress, rise_of
 from hasten.batch.trouble import torch_needs
-from hasten.memory_search.limit import Limit, asked
+from hasten.memory_search.limit import Limit, limit_of
 from hasten.memory_search.search import SearchResult, find_plan
 from hasten.memory_search.words import as_json, lines
 from tests.taps.scripts import HASTEN, execute, write
@@ -90,18 +90,18 @@ def test_a_limit_below_what_torch_takes_is_said_with_what_that_is(tmp_path: Path
 
 def test_workers_that_hold_the_memory_are_named(tmp_path: Path) -> None:
     with pytest.raises(HastenError, match=r"worker processes of its loaders hold \d+ of \d+ MB: give") as raised:
-        climbed(tmp_path, WORKERS, asked(torch_needs() + 300 * MB, on_gpu=False))
+        climbed(tmp_path, WORKERS, limit_of(torch_needs() + 300 * MB, on_gpu=False))
     assert "does not fit into" in str(raised.value)
     assert "before the first forward" not in str(raised.value)
 
 
 def test_what_a_script_loads_before_it_trains_is_named(tmp_path: Path) -> None:
     with pytest.raises(HastenError, match="it ran out before the first forward: the script's own data and model"):
-        climbed(tmp_path, LOADS, asked(torch_needs() + 300 * MB, on_gpu=False))
+        climbed(tmp_path, LOADS, limit_of(torch_needs() + 300 * MB, on_gpu=False))
 
 
 def test_a_training_that_fits_and_leaks_is_said_to_run_out_later(tmp_path: Path) -> None:
-    found = climbed(tmp_path, LEAKS, asked(8 << 30, on_gpu=False))
+    found = climbed(tmp_path, LEAKS, limit_of(8 << 30, on_gpu=False))
     assert found.chosen.plan == {}
     assert 6 * MB < found.plain.attempt.grows < 12 * MB
     page = lines(found, ("train.py",), "hasten.toml")
@@ -110,7 +110,7 @@ def test_a_training_that_fits_and_leaks_is_said_to_run_out_later(tmp_path: Path)
 
 
 def test_an_attempt_that_left_no_course_never_got_to_torch(tmp_path: Path) -> None:
-    assert read_course(tmp_path).stage == "start"
+    assert read_progress(tmp_path).stage == "start"
 
 
 @given(st.integers(2 << 20, 1 << 30), st.integers(0, 1000), st.integers(24, 60))

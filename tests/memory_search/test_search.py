@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hasten import HastenError, Plan
 from hasten.batch.attempt import Attempt
-from hasten.memory_search.limit import Limit, asked
+from hasten.memory_search.limit import Limit, limit_of
 from hasten.memory_search.savings import savings_for
 from hasten.memory_search.search import SearchResult, find_plan, settings_of
 from hasten.memory_search.words import as_json, lines, plan_of
@@ -249,7 +249,7 @@ def test_a_script_that_fails_by_itself_is_said() -> None:
             return Attempt(0, "failed", reason="ZeroDivisionError: train.py:3")
 
     with pytest.raises(HastenError, match=r"fails without any plan.*ZeroDivisionError"):
-        find_plan(Fails(MB), asked(MB, on_gpu=False), savings_for(CPU), lambda line: None)
+        find_plan(Fails(MB), limit_of(MB, on_gpu=False), savings_for(CPU), lambda line: None)
 
 
 def test_a_peak_that_only_the_process_saw_counts() -> None:
@@ -279,7 +279,7 @@ def test_ctrl_c_keeps_the_best_so_far(trials: int) -> None:
     found, _ = climbed(550 * MB, saves=saves, times={"activation_checkpointing": 1.33}, interrupts=trials)
     assert found.interrupted
     assert found.chosen.fits
-    assert found.left == ["whether a cheaper plan fits: stopped by Ctrl-C"]
+    assert found.unexamined == ["whether a cheaper plan fits: stopped by Ctrl-C"]
 
 
 def test_a_budget_that_is_over_leaves_a_plan_that_fits_and_says_so() -> None:
@@ -287,7 +287,7 @@ def test_a_budget_that_is_over_leaves_a_plan_that_fits_and_says_so() -> None:
     assert len(law.asked) == 2
     assert found.chosen.fits
     assert "precision" not in found.chosen.plan
-    assert "--budget" in found.left[0]
+    assert "--budget" in found.unexamined[0]
     law = Law(550 * MB, saves={"activation_checkpointing": 600 * MB})
     savings, limit = (
         savings_for(CPU, {"allocator", "activation_checkpointing"}),

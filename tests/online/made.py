@@ -137,7 +137,7 @@ class Host:
     compiling = 0.0
 
     def __init__(self, course: Course) -> None:
-        self.by_pass = course.of(Liveness.PASS)
+        self.by_pass = course.with_liveness(Liveness.PASS)
         self.events: list[Event] = []
 
     def note(self, event: Event) -> None:

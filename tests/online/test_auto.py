@@ -86,7 +86,7 @@ def script(
 def options(folder: Path, seconds: float = 8.0, epochs: int | None = None) -> AutoOptions:
     """A search that takes seconds, not a minute."""
     plan, schedule = folder / "hasten-auto.toml", folder / "hasten-auto.schedule"
-    return AutoOptions(str(plan), str(schedule), epochs, shown=plan.name, most_seconds=seconds)
+    return AutoOptions(str(plan), str(schedule), epochs, plan_shown_as=plan.name, most_seconds=seconds)
 
 
 def tuned(folder: Path, seconds: float = 8.0, epochs: int | None = None, **variables: str) -> Done:

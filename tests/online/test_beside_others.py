@@ -15,8 +15,8 @@ from hasten.online.options import Candidate, OnlineOptions
 from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import schedule
 from hasten.taps.config import TrialOptions
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials
 from tests.online.made import Host
 from tests.online.neighbours import busy_through, neighbours
@@ -66,7 +66,7 @@ def test_what_helps_only_beside_others_is_not_chosen(clock: SimpleNamespace, see
     for number in range(40):
         on, disturbed = {i for i in (0, 1) if lot.random() < 0.5}, number % 3 == 0
         pace = 1.0 if 0 in on and disturbed else 1.15 if 0 in on else 3.0 if disturbed else 1.0
-        course.saw(on, 0.05 * pace * (0.9 if 1 in on else 1) * math.exp(lot.gauss(0, 0.03)), disturbed=disturbed)
+        course.add_block(on, 0.05 * pace * (0.9 if 1 in on else 1) * math.exp(lot.gauss(0, 0.03)), disturbed=disturbed)
     assert course.chosen() == {1}
     assert course.estimates()[0].helps < 0.05
 
@@ -77,7 +77,7 @@ def test_beside_others_all_the_time_the_search_still_learns(seed: int) -> None:
     for _ in range(40):
         on = {i for i in (0, 1) if lot.random() < 0.5}
         pace = (0.7 if 0 in on else 1) * (1.2 if 1 in on else 1)
-        course.saw(on, 0.05 * pace * math.exp(lot.gauss(0, 0.1)), disturbed=True)
+        course.add_block(on, 0.05 * pace * math.exp(lot.gauss(0, 0.1)), disturbed=True)
     assert course.chosen() == {0}
 
 
@@ -87,9 +87,9 @@ def test_disturbed_blocks_settle_nothing_as_soon_as_quiet_ones() -> None:
     for disturbed in (False, True):
         course = Course((Candidate("fused_optimizer", True),))
         while course.doubtful():
-            course.saw({0} if len(course.posterior.seen) % 2 else (), 0.9 if len(course.posterior.seen) % 2 else 1.0,
-                       disturbed=disturbed)  # fmt: skip
-        asked[disturbed] = len(course.posterior.seen)
+            odd = len(course.posterior.blocks) % 2
+            course.add_block({0} if odd else (), 0.9 if odd else 1.0, disturbed=disturbed)
+        asked[disturbed] = len(course.posterior.blocks)
     assert asked[False] < 6 <= asked[True] < 40
 
 
@@ -119,7 +119,7 @@ def test_neighbours_that_come_and_go(tmp_path: Path, plant: None, monkeypatch: p
         assert block.disturbed, block
         assert block.taken is not None
         assert block.taken > 0.2
-    quiet = [pair for pair in found.sides() if not any(side.disturbed for side in pair)]
+    quiet = [pair for pair in found.claim_pairs() if not any(side.disturbed for side in pair)]
     claim = found.claim()
     assert claim is not None
     if len(quiet) >= 3:

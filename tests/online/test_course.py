@@ -31,8 +31,8 @@ def fed(course: Course, effects: dict[int, float], blocks: int = 40, noise: floa
     """A course that saw so many blocks of what it asked for."""
     lot = random.Random(seed)
     for number in range(blocks):
-        on = course.wants() if number % 2 else frozenset(i for i in effects if lot.random() < 0.5)
-        course.saw(on, 0.1 * math.exp(sum(effects[i] for i in on) + lot.gauss(0, noise)))
+        on = course.draw_set() if number % 2 else frozenset(i for i in effects if lot.random() < 0.5)
+        course.add_block(on, 0.1 * math.exp(sum(effects[i] for i in on) + lot.gauss(0, noise)))
     return course
 
 
@@ -136,7 +136,7 @@ def test_compiling_is_weighed_against_what_a_run_pays_for_it(clock: SimpleNamesp
             measured = MeasuredBlock(clock.now, 80 * seconds, 80, tuple(sorted(wish.on)), wish.part)
             clock.now += 1.0
     assert plan == ({0, 1} if kept else {0})
-    assert ("saves" in course.out.get(1, "")) is not kept
+    assert ("saves" in course.dropped.get(1, "")) is not kept
 
 
 def test_what_is_off_for_good_is_never_asked_and_never_chosen(clock: SimpleNamespace) -> None:
@@ -167,9 +167,11 @@ SETTINGS = [
 @given(st.lists(st.floats(-0.5, 0.5), min_size=6, max_size=6), st.integers(0, 1000))
 def test_no_set_has_two_settings_of_one_technique(effects: list[float], seed: int) -> None:
     course = fed(Course(SETTINGS, seed), dict(enumerate(effects)), 12, seed=seed)
-    ran = {block.on for block in course.posterior.seen}  # `fed` drew some of them by lot, whatever they are settings of
+    ran = {
+        block.on for block in course.posterior.blocks
+    }  # `fed` drew some of them by lot, whatever they are settings of
     finalists = [on for on in course.finalists() if on not in ran]
-    for on in (course.wants(), course.all_on(), course.chosen(), *finalists):
+    for on in (course.draw_set(), course.all_on(), course.chosen(), *finalists):
         names = [SETTINGS[i].name for i in on]
         assert len(names) == len(set(names))
 
@@ -187,7 +189,7 @@ def test_workers_and_threads_that_take_each_others_cores() -> None:
     for number in range(48):
         on = ((), (0,), (1,), (0, 1))[number % 4]
         pace = {(): 0.0, (0,): -0.3, (1,): -0.15, (0, 1): -0.05}[on]
-        course.saw(on, math.exp(pace + lot.gauss(0, 0.03)))
+        course.add_block(on, math.exp(pace + lot.gauss(0, 0.03)))
     assert course.chosen() == {0}
     beside = course.estimates({0})[1]
     assert beside.mean == pytest.approx(0.25, abs=0.1)
@@ -199,7 +201,7 @@ def test_what_pays_only_together_is_chosen_together() -> None:
     for number in range(60):
         on = ((), (0,), (1,), (0, 1))[number % 4]
         pace = {(): 0.0, (0,): -0.05, (1,): 0.08, (0, 1): -0.4}[on]
-        course.saw(on, math.exp(pace + lot.gauss(0, 0.02)))
+        course.add_block(on, math.exp(pace + lot.gauss(0, 0.02)))
     assert course.chosen() == {0, 1}
 
 
@@ -208,7 +210,7 @@ def test_how_sure_it_must_be_goes_by_what_it_may_do_to_the_result(name: str, exp
     """A gain that is likely and no more is enough for what is exact, not for what rounds."""
     course = Course([one(name, -0.03, 0.08)])
     for on in ((), (0,)):
-        course.saw(on, math.exp(-0.03 if on else 0.0))
+        course.add_block(on, math.exp(-0.03 if on else 0.0))
     assert 0.6 < course.estimates()[0].helps < 0.7
     assert bool(course.chosen()) is expected
 
@@ -216,14 +218,14 @@ def test_how_sure_it_must_be_goes_by_what_it_may_do_to_the_result(name: str, exp
 def test_what_never_ran_is_not_chosen() -> None:
     course = Course([one("precision", -0.5, 0.05), one("channels_last", -0.5, 0.05)])
     for number in range(10):
-        course.saw({0} if number % 2 else (), 0.5 if number % 2 else 1.0)
+        course.add_block({0} if number % 2 else (), 0.5 if number % 2 else 1.0)
     assert course.chosen() == {0}
 
 
 def test_a_gain_too_small_to_be_worth_a_line_is_left_out() -> None:
     course = Course([one("device_prefetch"), one("batched_fetch")])
     for number in range(200):
-        course.saw({0} if number % 2 else (), math.exp(-0.001 if number % 2 else 0.0))
+        course.add_block({0} if number % 2 else (), math.exp(-0.001 if number % 2 else 0.0))
     assert course.estimates()[0].helps > 0.5
     assert course.chosen() == set()
 
@@ -232,9 +234,9 @@ def test_after_a_crash_what_is_new_comes_one_by_one() -> None:
     course = Course(candidates(mean=-0.1), careful=True)
     ran: set[int] = set()
     for _ in range(6):
-        on = course.wants()
+        on = course.draw_set()
         assert len(on - ran) <= 1
-        course.saw(on, 0.1)
+        course.add_block(on, 0.1)
         ran |= on
     assert len(ran) >= 3
 
@@ -255,8 +257,8 @@ def test_validation_counts_by_its_share_of_an_epoch() -> None:
         course = Course([one("no_grad_validation", setting=True)], validation_share=share)
         for number in range(30):
             on = {0} if number % 2 else ()
-            course.saw(on, 1.02 if on else 1.0)
-            course.saw_validation(on, 0.33 if on else 1.0)
+            course.add_block(on, 1.02 if on else 1.0)
+            course.add_validation(on, 0.33 if on else 1.0)
         assert course.chosen() == chosen
 
 
@@ -270,8 +272,8 @@ def test_a_play_off_settles_what_is_chosen_but_not_what_is_off_for_good() -> Non
 
 def test_no_candidates_at_all() -> None:
     course = Course([])
-    course.saw((), 0.1)
-    assert course.all_on() == course.wants() == course.chosen() == set()
+    course.add_block((), 0.1)
+    assert course.all_on() == course.draw_set() == course.chosen() == set()
     assert course.doubtful() == []
 
 
@@ -305,7 +307,7 @@ def test_what_was_added_up_does_not_displace_what_ran_fastest() -> None:
     )
     for block in GPT.split():
         on, _, pace = block.partition(":")
-        course.saw(["atmfpnc".index(letter) for letter in on.strip("-")], float(pace) / 1e3)
+        course.add_block(["atmfpnc".index(letter) for letter in on.strip("-")], float(pace) / 1e3)
     course.settle(course.best_measured())
     assert course.chosen() >= {3, 4, 5}
     course.settle(frozenset({0, 2, 3, 4, 5, 6}))

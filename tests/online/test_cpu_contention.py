@@ -39,7 +39,7 @@ def reading(at: float, *, cores: int = 64, idle: float = 0.0, ours: float = 0.0,
             waited: float | None = 0.0, group: tuple[float, float] | None = None) -> CpuReading:  # fmt: skip
     """A reading with these figures."""
     made = CpuReading()
-    made.at, made.cores, made.ours, made.waited, made.group = at, (cores, idle, steal), ours, waited, group
+    made.read_at, made.cores, made.own_seconds, made.waited, made.group = at, (cores, idle, steal), ours, waited, group
     return made
 
 
@@ -134,7 +134,7 @@ for folder in FOLDERS:
 """
 TELLS = """
 after = CpuReading()
-print(after.group[0] - before.group[0], after.ours - before.ours, after.group[1])
+print(after.group[0] - before.group[0], after.own_seconds - before.own_seconds, after.group[1])
 """
 
 
@@ -168,9 +168,9 @@ WORK = "import time\\nwhile time.process_time() < 0.4: pass\\nprint('done', flus
 before = CpuReading()
 worker = subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 worker.stdout.readline()
-print(CpuReading().ours - before.ours)  # it lives
+print(CpuReading().own_seconds - before.own_seconds)  # it lives
 worker.communicate(b"\\n")
-print(CpuReading().ours - before.ours)  # it has ended
+print(CpuReading().own_seconds - before.own_seconds)  # it has ended
 """
 
 
@@ -196,7 +196,7 @@ def test_a_process_whose_name_is_cut_within_a_letter_is_read_as_any_other() -> N
     assert child.stdout is not None
     assert b"\\xc3" in child.stdout.readline()
     try:
-        assert CpuReading().ours is not None
+        assert CpuReading().own_seconds is not None
         assert CpuReading().taken().others is not None
     finally:
         child.communicate(b"\n")
@@ -205,7 +205,7 @@ def test_a_process_whose_name_is_cut_within_a_letter_is_read_as_any_other() -> N
 def test_a_root_that_is_gone_is_no_error() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert CpuReading(gone.pid).ours > 0
+    assert CpuReading(gone.pid).own_seconds > 0
 
 
 def test_it_is_read_without_torch() -> None:

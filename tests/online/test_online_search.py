@@ -17,8 +17,8 @@ from hasten.online.options import Candidate, OnlineOptions
 from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import online_search as module
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials
 from tests.online import planted
 from tests.taps.scripts import PYTHON, write
@@ -66,7 +66,7 @@ class Searched:
     @property
     def out(self) -> dict[str, str]:
         """What is off for good, and why."""
-        return {self.found.course.candidates[i].name: why for i, why in self.found.course.out.items()}
+        return {self.found.course.candidates[i].name: why for i, why in self.found.course.dropped.items()}
 
     def blocks(self, *parts: str) -> list[MeasuredBlock]:
         """The good blocks of these parts."""
@@ -323,7 +323,7 @@ def test_a_validation_that_compiles_says_nothing_of_the_technique(search: Search
     # Where others have the CPU, compiling is only tried with minutes to spare; it takes none of them here.
     done = search(TRAIN + SLOW_TO_VALIDATE, ("compiles",), seconds=330.0, validation_share=0.4)
     assert done.names == {"compiles"}
-    paces = [block.pace for block in done.found.course.validation.seen if block.on]
+    paces = [block.pace for block in done.found.course.validation.blocks if block.on]
     assert paces
     assert max(paces) < math.log(0.1)
 

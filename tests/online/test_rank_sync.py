@@ -142,13 +142,13 @@ def test_a_rank_that_waits_in_vain_ends_the_switching_for_all(ranks: Any) -> Non
     assert following.on_step(1) > 10_000, "rank 0 did not come"
     leads.switch({"planted": True})
     assert (leads.on, follows.on) == ({}, {})
-    assert "waited too long" in leads.lost
+    assert "waited too long" in leads.lost_reason
 
 
 def test_a_rank_that_does_not_answer_finds_all_off_when_it_comes(ranks: Any) -> None:
     leads, follows, following = ranks
     leads.switch({"planted": True})
-    assert "did not answer in time" in leads.lost
+    assert "did not answer in time" in leads.lost_reason
     following.on_step(1)
     assert (leads.on, follows.on) == ({}, {})
 
@@ -177,10 +177,10 @@ def test_what_fails_inside_a_step_of_another_rank_is_off_in_all(ranks: Any) -> N
     assert (leads.on, follows.on) == ({"planted": True}, {}), "rank 0 cannot know yet"
     obeyed(leads, following, 2)  # it may have let the others train on before it could hear of it
     obeyed(leads, following, 3)
-    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
+    assert (leads.on, follows.on, leads.lost_reason) == ({}, {}, "")
     assert "another rank" in leads.broken["planted"]
     obeyed(leads, following, 4)
-    assert leads.lost == "", "nobody is out of step with the other's commands"
+    assert leads.lost_reason == "", "nobody is out of step with the other's commands"
 
 
 def test_what_fails_inside_a_step_of_rank_0_is_off_in_all(ranks: Any) -> None:
@@ -188,7 +188,7 @@ def test_what_fails_inside_a_step_of_rank_0_is_off_in_all(ranks: Any) -> None:
     switched(leads, following)
     leads.failed(leads.techniques[0], OSError("no more processes"))
     obeyed(leads, following, 2)
-    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
+    assert (leads.on, follows.on, leads.lost_reason) == ({}, {}, "")
     assert "another rank" in follows.broken["planted"]
 
 
@@ -202,7 +202,7 @@ def test_what_fails_inside_a_step_comes_on_no_more(ranks: Any) -> None:
     leads.switch({"planted": True})
     leads.go_on(3)
     other.join()
-    assert (leads.on, follows.on, leads.lost) == ({}, {}, "")
+    assert (leads.on, follows.on, leads.lost_reason) == ({}, {}, "")
 
 
 def test_a_switch_is_made_in_all_ranks(ranks: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_switch_is_made_in_all_ranks(ranks: Any) -> None:
     leads.switch({"planted": True})
     leads.go_on(7)
     other.join()
-    assert (leads.on, follows.on, leads.lost) == ({"planted": True}, {"planted": True}, "")
+    assert (leads.on, follows.on, leads.lost_reason) == ({"planted": True}, {"planted": True}, "")
     assert following.on_step(3) == 7, "it need not ask before"
 
 

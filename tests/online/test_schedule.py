@@ -86,14 +86,14 @@ def test_what_a_script_settled_before_it_ended_stands(blocks: int) -> None:
     with patch.object(module, "time", SimpleNamespace(monotonic=lambda: clock.now)):
         while clock.now < 220.0:
             options = OnlineOptions(
-                CANDIDATES, "", 200.0, 220.0, total_steps=100_000, seed=starts, former=tuple(former),
+                CANDIDATES, "", 200.0, 220.0, total_steps=100_000, seed=starts, earlier_blocks=tuple(former),
                 settled=None if course.settled is None else tuple(course.settled),
                 compiling=12.0 if compiled else None,
             )  # fmt: skip
             inside, starts, seen = Course(CANDIDATES, starts), starts + 1, 0
             for on, seconds, disturbed in former:
-                inside.saw(on, seconds, -1, disturbed)
-            inside.drop(course.out, "before")
+                inside.add_block(on, seconds, -1, disturbed)
+            inside.drop(course.dropped, "before")
             host = Host(inside)
             wishes = module.schedule(inside, options, host)
             wish, kernels = next(wishes), False
@@ -107,7 +107,7 @@ def test_what_a_script_settled_before_it_ended_stands(blocks: int) -> None:
                 measured = MeasuredBlock(clock.now, 20 * pace, 20, tuple(sorted(wish.on)), wish.part)
                 parts[-1].append(wish.part)
                 if wish.part not in ("plain", "plan"):
-                    course.saw(measured.on, pace)
+                    course.add_block(measured.on, pace)
                     former.append((measured.on, pace, False))
                 seen += 1
                 try:

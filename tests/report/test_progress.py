@@ -19,8 +19,8 @@ from hasten.online.options import Candidate
 from hasten.online.record import MeasuredBlock
 from hasten.report.course import plain_step
 from hasten.report.progress import TuneProgress
-from hasten.tuner.found import Claim, SearchState
 from hasten.tuner.proof import Block, Proof
+from hasten.tuner.search_state import Claim, SearchState
 
 EVIL = "\x1b[2J[red]x\x07"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hasten import HastenError
 from hasten.target.arguments import Arguments, Role, arguments_of, role_of, varied, with_arguments
-from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
+from hasten.target.candidates import at_length, combinations, lengths_of, proposed
 from hasten.target.full_run import Candidate
 
 ROLES = {
@@ -34,7 +34,7 @@ def test_a_name_says_what_an_argument_sets(name: str, role: Role | None) -> None
 def test_what_stands_on_the_line_goes_before_what_a_parser_told() -> None:
     told = [(["-b", "--batch-size"], "8"), (["--lr"], "0.1"), (["--epochs"], "10"), (["--max_steps"], "-1")]
     found = arguments_of(["train.py", "-b", "64", "--lr=0.2"], told)
-    assert {role: (one.name, one.value, one.given) for role, one in found.of.items()} == {
+    assert {role: (one.name, one.value, one.on_command_line) for role, one in found.by_role.items()} == {
         Role.BATCH: ("-b", "64", True),
         Role.RATE: ("--lr", "0.2", True),
         Role.EPOCHS: ("--epochs", "10", False),
@@ -169,7 +169,7 @@ def test_a_share_of_the_length_is_never_nothing_nor_more_than_all(epochs: int, s
 def test_what_a_person_varies() -> None:
     wanted = varied(["--lr=1e-3,3e-3", "--batch-size=8,64"], ADAM)
     assert wanted == {"--lr": ["1e-3", "3e-3"], "--batch-size": ["8", "64"]}
-    assert len(asked_for(wanted, ADAM)) == 3  # one of four is the script as it is
+    assert len(combinations(wanted, ADAM)) == 3  # one of four is the script as it is
     assert lengths_of(ADAM, {"--epochs": ["2", "3"]}) == [1.0]
     told = arguments_of(["t.py"], [(["--width"], "64"), (["--lr"], "0.1")])
     assert varied(["--width=1,2"], told) == {"--width": ["1", "2"]}
@@ -193,4 +193,4 @@ def test_what_cannot_be_varied_is_refused(texts: list[str], arguments: Arguments
 def test_too_many_combinations_are_refused() -> None:
     values = [str(number) for number in range(1, 10)]
     with pytest.raises(HastenError, match="81 combinations"):
-        asked_for({"--lr": values, "--wd": values}, ADAM)
+        combinations({"--lr": values, "--wd": values}, ADAM)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hasten import HastenError
 from hasten.target.goal import Goal, parse_goal
-from hasten.target.readings import LOGGED, PRINTED, Readings, fits, meant, numbers_of
+from hasten.target.readings import LOGGED, PRINTED, Readings, fits, normalized_words, numbers_of
 
 # A line, a name that a person may give, and its value there.
 SAID = {
@@ -35,7 +35,7 @@ SAID = {
 @pytest.mark.parametrize("case", SAID.values(), ids=SAID.keys())
 def test_a_name_finds_its_number(case: tuple[str, str, float]) -> None:
     line, name, value = case
-    assert [one.value for one in numbers_of(line) if fits(meant(name), one.words)] == [value]
+    assert [one.value for one in numbers_of(line) if fits(normalized_words(name), one.words)] == [value]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_name_finds_its_number(case: tuple[str, str, float]) -> None:
     ],
 )
 def test_another_number_is_not_taken_for_it(name: str, line: str) -> None:
-    assert not [one for one in numbers_of(line) if fits(meant(name), one.words)]
+    assert not [one for one in numbers_of(line) if fits(normalized_words(name), one.words)]
 
 
 def test_nan_is_a_value_and_meets_no_goal() -> None:
@@ -104,34 +104,34 @@ def test_what_is_no_goal_is_refused_with_an_example(text: str) -> None:
 def heard(goal: str, *lines: str, only: str = "", logged: tuple[str, ...] = ()) -> Readings:
     readings = Readings(parse_goal(goal), only)
     for second, line in enumerate(lines):
-        readings.hear(PRINTED, line, float(second))
+        readings.add_line(PRINTED, line, float(second))
     for second, line in enumerate(logged):
-        readings.hear(LOGGED, line, float(second))
+        readings.add_line(LOGGED, line, float(second))
     return readings
 
 
 def test_the_exact_name_goes_first_then_print_before_log_then_what_is_repeated() -> None:
     both = heard("val_loss<=1", "val loss 2", "fold val loss 3", "val loss 1", logged=("val/loss: 2",))
-    assert (both.chosen().label, both.chosen().where) == ("val loss", PRINTED)
+    assert (both.choose_kind().label, both.choose_kind().source) == ("val loss", PRINTED)
     summed_up = heard("val_loss<=1", "epoch 1 val loss 2", "epoch 2 val loss 1", "Finished: val loss 1")
-    assert summed_up.chosen().head == "epoch"
-    assert [one.value for one in summed_up.of_kind(summed_up.chosen())] == [2, 1]
-    assert heard("val_loss<=1", logged=("val/loss: 2",)).chosen().where == LOGGED
+    assert summed_up.choose_kind().head == "epoch"
+    assert [one.value for one in summed_up.of_kind(summed_up.choose_kind())] == [2, 1]
+    assert heard("val_loss<=1", logged=("val/loss: 2",)).choose_kind().source == LOGGED
 
 
 def test_what_was_never_reported_is_refused_and_what_was_is_named() -> None:
     with pytest.raises(HastenError, match="reported no 'val_loss'; it reported 'loss'"):
-        heard("val_loss<=1", "loss 3").chosen()
+        heard("val_loss<=1", "loss 3").choose_kind()
     with pytest.raises(HastenError, match="nor any other number with a name"):
-        heard("val_loss<=1", "hello").chosen()
+        heard("val_loss<=1", "hello").choose_kind()
 
 
 def test_two_kinds_of_line_with_the_same_name_are_refused_until_one_is_named() -> None:
     lines = ["Epoch: [0][10/50]\tAcc@1  3.0 ( 2.2)", "Test: [10/20]\tAcc@1  2.0 ( 2.1)"] * 2
     with pytest.raises(HastenError, match="may be one of 2 numbers") as error:
-        heard("Acc@1>=1", *lines).chosen()
+        heard("Acc@1>=1", *lines).choose_kind()
     assert "--target-line" in error.value.fix
-    assert heard("Acc@1>=1", *lines, only="Test").chosen().head == "Test"
+    assert heard("Acc@1>=1", *lines, only="Test").choose_kind().head == "Test"
 
 
 @given(st.booleans(), st.floats(-1e6, 1e6, allow_nan=False))

@@ -31,13 +31,13 @@ class Lawful(FullRuns):
     unlucky: tuple[int, ...] = ()
     interrupted_after = 0
 
-    def first(self) -> tuple[FullRun, Readings]:
+    def run_unchanged(self) -> tuple[FullRun, Readings]:
         readings = Readings(self.goal)
         run = self._law(Candidate(), 1.0, 0, "first", None, False)
         for one in run.readings:
-            readings.hear(PRINTED, f"epoch 1: val_loss {one.value}", one.seconds)
+            readings.add_line(PRINTED, f"epoch 1: val_loss {one.value}", one.seconds)
         self.facts = [{"optimizer": "Adam"}] if self.optimizes else []
-        self.done.append(run)
+        self.finished.append(run)
         return run, readings
 
     def run(
@@ -50,10 +50,10 @@ class Lawful(FullRuns):
         most: float | None,
         stop: bool = False,
     ) -> FullRun:
-        if self.interrupted_after and len(self.done) >= self.interrupted_after:
+        if self.interrupted_after and len(self.finished) >= self.interrupted_after:
             raise KeyboardInterrupt
         run = self._law(candidate, share, seed, part, most, stop, goal)
-        self.done.append(run)
+        self.finished.append(run)
         return run
 
     def _law(

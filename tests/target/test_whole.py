@@ -55,10 +55,10 @@ def runs_of(folder: Path, text: str, goal: str, *words: str) -> FullRuns:
 def test_tensorboard_is_heard_and_the_parser_and_the_optimizer_are_known(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     runs = runs_of(tmp_path, LOGS, "val_loss<=2", "-l", "0.25")
-    run, readings = runs.first()
+    run, readings = runs.run_unchanged()
     assert run.whole, run.log
-    kind = readings.chosen()
-    assert (kind.where, kind.label) == (LOGGED, "Loss/val")
+    kind = readings.choose_kind()
+    assert (kind.source, kind.label) == (LOGGED, "Loss/val")
     assert len(readings.of_kind(kind)) == 3
     told = [option for fact in runs.facts for option in fact.get("arguments", ())]
     assert told == [{"options": ["--learning-rate", "-l"], "value": 0.25}]
@@ -91,10 +91,10 @@ hasten.Trainer(max_epochs=3, logger=CSVLogger("logs"), num_sanity_val_steps=0).f
 
 def test_what_hastens_trainer_logs_is_heard(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, TRAINER, "val_loss<=0")
-    run, readings = runs.first()
+    run, readings = runs.run_unchanged()
     assert run.whole, run.log
-    kind = readings.chosen()
-    assert (kind.where, kind.label) == (LOGGED, "val_loss")
+    kind = readings.choose_kind()
+    assert (kind.source, kind.label) == (LOGGED, "val_loss")
     assert [one.value for one in readings.of_kind(kind)] == [0, 1, 2]
     assert not (tmp_path / "logs").exists()
 
@@ -123,8 +123,8 @@ if pace > 5:
 
 def test_lines_have_their_time_though_the_script_flushes_nothing(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, PRINTS, "val_loss<=3", "0.3")
-    _, readings = runs.first()
-    runs.kind = readings.chosen()
+    _, readings = runs.run_unchanged()
+    runs.kind = readings.choose_kind()
     run = runs.run(Candidate(), 1.0, 0, "halving", runs.goal, None)
     assert [one.value for one in run.readings] == [5, 4, 3, 2, 1]
     seconds = [one.seconds for one in run.readings]
@@ -141,8 +141,8 @@ def test_lines_have_their_time_though_the_script_flushes_nothing(tmp_path: Path)
 
 def test_a_run_that_dies_has_no_result(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, "print('val_loss 1')\nraise MemoryError('too large')", "val_loss<=3")
-    _, readings = runs.first()
-    runs.kind = readings.chosen()
+    _, readings = runs.run_unchanged()
+    runs.kind = readings.choose_kind()
     run = runs.run(Candidate(), 1.0, 0, "halving", runs.goal, None)
     assert (run.outcome, run.to_goal) == ("out of memory", None)
     runs.deadline = time.monotonic()
@@ -151,8 +151,8 @@ def test_a_run_that_dies_has_no_result(tmp_path: Path) -> None:
 
 def test_a_plan_is_installed_and_one_that_finds_nothing_to_act_on_is_no_result(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, PRINTED, "val_loss<=2")
-    _, readings = runs.first()
-    runs.kind = readings.chosen()
+    _, readings = runs.run_unchanged()
+    runs.kind = readings.choose_kind()
     plain = readings.of_kind(runs.kind)
     scaled = runs.run(Candidate(plan={"lr_scale": 2.0}), 1.0, 0, "halving", runs.goal, None).readings
     assert [one.value for one in scaled] != [one.value for one in plain]
@@ -170,5 +170,5 @@ def test_a_file_is_read_as_it_grows(tmp_path: Path) -> None:
         assert tail.lines() == ["one"]
         file.write(b"o\r\n\rthree\xff")
         assert tail.lines() == ["two"]
-        assert tail.lines(last=True) == ["three\ufffd"]
+        assert tail.lines(to_end=True) == ["three\ufffd"]
     tail.close()

@@ -65,7 +65,7 @@ def trained(drop: float = 0.2, **plan: Any) -> tuple[dict[str, Any], int, Run]:
     hooked: list[int] = []
     model.blocks[0].register_forward_hook(lambda *_: hooked.append(1))
     run.model(model, ())
-    forward = run.wrapped("forward", lambda module, args, kwargs: module(*args, **kwargs))
+    forward = run.wrap("forward", lambda module, args, kwargs: module(*args, **kwargs))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, kept = [], [0]
     for number in range(4):

@@ -17,7 +17,7 @@ from hasten.switchboard import Switchboard
 from hasten.techniques import CATALOGUE, Refusal, check
 from hasten.techniques.memory import saved_on_host
 from hasten.techniques.memory.activation_offload import ActivationOffload
-from hasten.techniques.memory.saved_on_host import OnHost, _Away, _Here, _overlaps
+from hasten.techniques.memory.saved_on_host import OnHost, _MovedToHost, _OnDevice, _overlaps
 from tests.techniques.conftest import CPU, GPU, Train, evidence_of, identical
 
 
@@ -101,10 +101,12 @@ def test_between_forward_and_backward_weights_inputs_and_little_else_stay(techni
     stays = {one.untyped_storage().data_ptr() for one in (*model.parameters(), given)}
     gc.collect()  # graphs of other tests
     out = technique.forward(plain)(model, (given,), {})
-    kept = [one for one in gc.get_objects() if type(one) in (_Here, _Away)]
+    kept = [one for one in gc.get_objects() if type(one) in (_OnDevice, _MovedToHost)]
     assert out.requires_grad
-    assert sum(type(one) is _Away for one in kept) == 4 + 3  # each tanh's output, saved by tanh and by the layer behind
-    assert {one.tensor.untyped_storage().data_ptr() for one in kept if type(one) is _Here} <= stays
+    assert (
+        sum(type(one) is _MovedToHost for one in kept) == 4 + 3
+    )  # each tanh's output, saved by tanh and by the layer behind
+    assert {one.tensor.untyped_storage().data_ptr() for one in kept if type(one) is _OnDevice} <= stays
 
 
 def test_a_tensor_comes_back_with_its_strides(technique: ActivationOffload) -> None:
@@ -113,8 +115,8 @@ def test_a_tensor_comes_back_with_its_strides(technique: ActivationOffload) -> N
     views = [whole, whole.transpose(0, 2), whole[:, ::2], whole.permute(2, 0, 1)[4:], whole.bfloat16()]
     for view in views:
         away = hooks.pack_hook(view)
-        assert type(away) is _Away
-        back = away.back()
+        assert type(away) is _MovedToHost
+        back = away.restored()
         assert torch.equal(back, view)
         assert (back.stride(), back.dtype) == (view.stride(), view.dtype)
         assert back.data_ptr() != view.data_ptr()
@@ -134,11 +136,11 @@ def test_overlaps_are_seen(dimensions: list[tuple[int, int]]) -> None:
 def test_expanded_unaligned_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = OnHost("cpu", nn.Linear(1, 1), ())
     large = torch.randn(1 << 19)
-    assert type(hooks.pack_hook(large)) is _Away
+    assert type(hooks.pack_hook(large)) is _MovedToHost
     for other in (large[:1000], torch.randn(1, 1 << 10).expand(1 << 10, -1), large[1:], nn.Parameter(large)[:-1]):
         kept = hooks.pack_hook(other)
-        assert type(kept) is (_Away if other is large else _Here) or other.data_ptr() % 16 == 0
-    assert type(OnHost("cuda", nn.Linear(1, 1), ()).pack_hook(large)) is _Here  # another device's
+        assert type(kept) is (_MovedToHost if other is large else _OnDevice) or other.data_ptr() % 16 == 0
+    assert type(OnHost("cuda", nn.Linear(1, 1), ()).pack_hook(large)) is _OnDevice  # another device's
 
 
 def test_what_is_changed_in_place_after_it_was_saved_is_the_same_error(technique: ActivationOffload) -> None:
@@ -191,7 +193,7 @@ def test_a_model_on_another_device_is_left_alone_with_the_reason(capsys: pytest.
 
 def test_it_is_switched_between_two_steps(technique: ActivationOffload) -> None:
     board, calls = Switchboard([technique]), []
-    call = board.wrapped("forward", plain)
+    call = board.wrap("forward", plain)
 
     def switching(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         board.switch({technique.name: True} if len(calls) % 2 else {})

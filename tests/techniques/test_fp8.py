@@ -138,7 +138,7 @@ def test_a_checkpoint_is_a_plain_one_and_so_is_the_model_afterwards(emulated: No
     left, _ = trained(model)
     again = network()
     again.load_state_dict(left)
-    technique.over()
+    technique.teardown()
     assert [type(layer) for layer in model] == [type(layer) for layer in again]
     assert all(vars(one).keys() == vars(other).keys() for one, other in zip(model, again, strict=True))
     x = torch.randn(3, 32)

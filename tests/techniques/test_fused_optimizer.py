@@ -235,7 +235,7 @@ def run() -> Iterator[Run]:
     """A run of this process, which ends with the test."""
     run = Run(build({"fused_optimizer": True}, CATALOGUE))
     yield run
-    run.over()
+    run.teardown()
 
 
 def test_the_checkpoint_of_a_plain_run_goes_on_fused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[HostEmbe
     made.process()
     yield made
     made.restore()
-    made._kept.clear()
-    made.over()
+    made._on_host.clear()
+    made.teardown()
     assert nn.Embedding.forward.__module__ == "torch.nn.modules.sparse"
     assert nn.Embedding._apply is nn.Module._apply
 
@@ -176,8 +176,8 @@ def both(kind: tuple[Any, Any], technique: HostEmbeddings, *args: Any, **options
     """The training under the technique, and without."""
     with_it = trained(kind, *args, **options)
     technique.restore()
-    technique._kept.clear()
-    technique.over()
+    technique._on_host.clear()
+    technique.teardown()
     return with_it, trained(kind, *args, **options)
 
 
@@ -300,8 +300,8 @@ def test_a_model_is_handed_to_setup_before_it_is_moved(technique: HostEmbeddings
     assert isinstance(made, HostEmbeddings)
     assert len(looked_up) == 2
     hasten.by_hand.end()
-    made._kept.clear()
-    made.over()
+    made._on_host.clear()
+    made.teardown()
     assert identical(*left)
 
 

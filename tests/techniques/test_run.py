@@ -102,8 +102,8 @@ def test_a_broken_technique_is_named_and_the_others_act(order: tuple[str, ...]) 
         assert run.fetcher("f") == ("fetcher", "f")
         assert run.batches(lambda: 1, None)() == ("batch", 1)
         run.model(model, ())
-        assert run.wrapped("forward", lambda x: x)(3) == ("forward", 3)
-        assert run.wrapped("backward", lambda x: x)(4) == ("backward", 4)
+        assert run.wrap("forward", lambda x: x)(3) == ("forward", 3)
+        assert run.wrap("backward", lambda x: x)(4) == ("backward", 4)
         run.optimizer("o")
     assert options == {"num_workers": 1}
     assert sorted(run.skipped) == sorted(f"broken: RuntimeError: {place}" for place in PLACES)  # each said once
@@ -121,13 +121,13 @@ def test_each_model_is_changed_once() -> None:
 
 def test_a_technique_that_is_off_costs_nothing() -> None:
     run = Run(build({"cudnn_benchmark": True, "precision": False}, CATALOGUE))
-    assert [technique.name for technique in run.acting("process")] == ["cudnn_benchmark"]
+    assert [technique.name for technique in run.techniques_at("process")] == ["cudnn_benchmark"]
     for place in PLACES[1:]:
-        assert run.acting(place) == []
+        assert run.techniques_at(place) == []
 
     def call() -> None: ...
 
-    assert run.wrapped("forward", call) is call
+    assert run.wrap("forward", call) is call
 
 
 def test_all_together_with_nobody_listening(train: Train) -> None:

@@ -332,7 +332,7 @@ def test_a_copy_of_the_dataset_shares_it(run: Run) -> None:
     loader = DataLoader(Images("images"), 4)
     fit(loader, epochs=1)
     copied = pickle.loads(pickle.dumps(loader.dataset))
-    loader.dataset.loader._kept.flush()
+    loader.dataset.loader._memo.flush()
     kinds = [type(copied.loader).__name__, torch.equal(copied[3][0], Images("images")[3][0])]
     torch.save({{"kinds": kinds}}, "left.pt")
     """

@@ -52,8 +52,8 @@ class Driven:
         self.run.process()
         for technique in self.run.techniques:
             technique.prepare(self.module)
-        self.step = self.run.wrapped("forward", lambda module, args, kwargs: module.training_step(*args, **kwargs))
-        self.backward = self.run.wrapped("backward", torch.autograd.backward)
+        self.step = self.run.wrap("forward", lambda module, args, kwargs: module.training_step(*args, **kwargs))
+        self.backward = self.run.wrap("backward", torch.autograd.backward)
         first, second = list(self.module.net[0].parameters()), list(self.module.net[1:].parameters())
         self.optimizers = [torch.optim.AdamW(first, 0.01), torch.optim.SGD(second, 0.1, momentum=0.9)]
         self.schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in self.optimizers]

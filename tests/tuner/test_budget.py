@@ -22,8 +22,8 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
 from hasten.tuner.budget import TimeSpent, block_seconds
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import SearchState
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
 
@@ -50,11 +50,11 @@ def test_pairs_end_with_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     trials.clock, trials.seconds = clock, seconds
     tune = _Tune(trials, TuneOptions(budget=100.0, seeds=9), lambda _: None, None, 0.0)
     found: Any = SimpleNamespace(chosen={0}, plan=lambda: {"precision": "bf16-mixed"}, would_ask=[], claim=lambda: None)
-    tune.found = found
+    tune.state = found
     monkeypatch.setattr(_Tune, "_pair_seconds", lambda self: 20.0)
     baseline: Any = SimpleNamespace(trial=SimpleNamespace(seconds=10.0))
     tune.baseline = baseline
-    tune._in_turn()
+    tune._measure_pairs()
     assert clock.now <= 110.0
     assert len(tune.pairs) == pairs
     assert all(trial.ok for pair in tune.pairs for trial in pair), "one that was ended is not held against the plan"
@@ -72,23 +72,23 @@ def test_a_claim_that_others_disturbed_is_measured_once_more_where_there_is_time
     trials.clock, trials.seconds = clock, 10.0
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=budget, seeds=2), said.append, None, 0.0)
-    tune.found = SearchState(Course((Candidate("fused_optimizer", True),)), chosen=frozenset({0}))
-    tune.asked = Applicable(tuple(tune.found.course.candidates), {}, ())
+    tune.state = SearchState(Course((Candidate("fused_optimizer", True),)), chosen=frozenset({0}))
+    tune.applicable = Applicable(tuple(tune.state.course.candidates), {}, ())
     sides = [MeasuredBlock(float(at), 1.0, 9, (0,) * (at % 2), "plan" if at % 2 else "plain") for at in range(8)]
-    tune.found.blocks += [dataclasses.replace(side, taken=0.5, disturbed=True) for side in sides]
+    tune.state.blocks += [dataclasses.replace(side, taken=0.5, disturbed=True) for side in sides]
 
     class Quiet(OnlineSearch):
         def claim(self, until: float) -> None:
             assert clock.now < until <= budget
-            tune.found.blocks += sides
+            tune.state.blocks += sides
 
     monkeypatch.setattr(module, "OnlineSearch", Quiet)
     monkeypatch.setattr(_Tune, "_pair_seconds", lambda self: 20.0)
     baseline: Any = SimpleNamespace(trial=SimpleNamespace(seconds=10.0))
     tune.baseline, tune.startup = baseline, 8.0
-    tune._in_turn()
+    tune._measure_pairs()
     assert sum("others disturbed it" in line for line in said) == times
-    assert (tune.found.disturbed() is None) == bool(times)
+    assert (tune.state.disturbed() is None) == bool(times)
 
 
 @pytest.mark.parametrize("taken_back", [True, False])
@@ -99,8 +99,8 @@ def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
     trials = Trials((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), time.monotonic() + 100.0)
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=100.0), said.append, None, time.monotonic())
-    tune.asked = Applicable((Candidate("fused_optimizer", True), Candidate("set_to_none", True)), {}, ())
-    tune.found, tune.startup = SearchState(Course(tune.asked.candidates), chosen=frozenset({0, 1})), 1.0
+    tune.applicable = Applicable((Candidate("fused_optimizer", True), Candidate("set_to_none", True)), {}, ())
+    tune.state, tune.startup = SearchState(Course(tune.applicable.candidates), chosen=frozenset({0, 1})), 1.0
     if taken_back:
         tune._take_back(["set_to_none"], "it does nothing")
     monkeypatch.setattr(OnlineSearch, "claim", lambda self, until: None)
@@ -112,20 +112,20 @@ def test_it_says_why_the_claim_is_measured_in_a_process_of_its_own(
 def test_nothing_is_started_for_which_no_time_is_left(tmp_path: Path) -> None:
     """The second of a pair, where the first took all of it; nor a search that would end before the script trains."""
     trials = Trials((sys.executable, "-c", "open('ran', 'w')"), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)
-    assert (trials.run({}).outcome, trials.done, list(tmp_path.iterdir())) == ("timeout", [], [])
+    assert (trials.run({}).outcome, trials.finished, list(tmp_path.iterdir())) == ("timeout", [], [])
     said: list[str] = []
     tune = _Tune(trials, TuneOptions(budget=20.0), said.append, None, time.monotonic() - 15.0)
-    tune.asked = Applicable((Candidate("fused_optimizer", True),), {}, ())
-    tune.found, tune.startup = SearchState(Course(tune.asked.candidates)), 9.0
+    tune.applicable = Applicable((Candidate("fused_optimizer", True),), {}, ())
+    tune.state, tune.startup = SearchState(Course(tune.applicable.candidates)), 9.0
     tune._search()
     assert said == ["no time is left for a search: 5 s, and the script takes 9 s before it trains"]
-    assert tune.found.would_ask == ["what helps at all: 5 s were left for a script that starts in 9 s"]
+    assert tune.state.would_ask == ["what helps at all: 5 s were left for a script that starts in 9 s"]
 
 
 def test_a_budget_holds_what_the_process_took_before_and_its_report(tmp_path: Path) -> None:
     trials = Trials((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), 0.0)
     tune = _Tune(trials, TuneOptions(budget=45.0, started=4.0), lambda _: None, None, -4.0)
-    assert tune.end == pytest.approx(-4.0 + 45.0 - 6.0)
+    assert tune.deadline == pytest.approx(-4.0 + 45.0 - 6.0)
     told = "import time\ntime.sleep(0.5)\nfrom hasten.child import running_for\nprint(running_for())"
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
@@ -146,7 +146,7 @@ def test_each_second_of_a_tune_goes_to_one_stage() -> None:
     before = time.monotonic()
     spent = TimeSpent(before - 3.0)
     for stage in ("search", "check", "search"):
-        spent.on(stage)
+        spent.begin(stage)
         time.sleep(0.05)
     seconds = spent.seconds()
     assert list(seconds) == ["start", "search", "check"]

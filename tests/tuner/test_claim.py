@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.online.record import MeasuredBlock
-from hasten.tuner.found import SearchState
+from hasten.tuner.search_state import SearchState
 
 PLAN = (0,)
 

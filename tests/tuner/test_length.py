@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.evidence import Evidence
-from hasten.tuner.length import full_seconds, length_of, seconds_per_epoch, seen_to_its_end, steps_of, steps_seen
+from hasten.tuner.length import full_seconds, length_of, length_of_finished_run, seconds_per_epoch, steps_of, steps_seen
 from hasten.tuner.timing import Timing
 from tests.tuner.evidence import TRAIN, VAL, evidence
 
@@ -62,12 +62,12 @@ def test_what_was_seen_stands_in_place_of_what_was_assumed() -> None:
     """A script says `for epoch in range(4)` in its source; what its command line says is what will be run."""
     run = ended([5] * 4)
     assumed = length_of(["train.py"], BASE)
-    length = seen_to_its_end(assumed, run)
+    length = length_of_finished_run(assumed, run)
     assert length.epochs == 4
     assert length.known_from == "a process of this tune came to the end of the training"
     assert steps_of(length, BASE) == 240  # epochs of 6 s in steps of 0.1 s
     named = length_of(["train.py", "--epochs", "90"], BASE)
-    assert seen_to_its_end(named, run) == named
+    assert length_of_finished_run(named, run) == named
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_was_seen_stands_in_place_of_what_was_assumed() -> None:
 )
 def test_what_was_seen_says_nothing_where_passes_are_cut(run: Evidence | None) -> None:
     assumed = length_of(["train.py"], BASE)
-    assert seen_to_its_end(assumed, run) == assumed
+    assert length_of_finished_run(assumed, run) == assumed
 
 
 def test_steps_seen() -> None:

@@ -15,7 +15,7 @@ from hasten.evidence import Evidence, ModelFacts, this_machine
 from hasten.evidence.plain import tuples
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.tuner.found import SearchState
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.store import RecalledTraining, applied, drop_again, recall, remember
 from hasten.tuner.training_key import Key, key_of
 from tests.report.conftest import build
@@ -55,7 +55,7 @@ def key(**others: object) -> Key:
 def block(course: Course, on: Collection[int], effects: tuple[float, ...] = TRULY) -> None:
     """A block as this training would run it."""
     pair = TOGETHER if {0, 1} <= set(on) else 0.0
-    course.saw(on, 0.1 * math.exp(sum(effects[i] for i in on) + pair))
+    course.add_block(on, 0.1 * math.exp(sum(effects[i] for i in on) + pair))
 
 
 def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> SearchState:
@@ -64,7 +64,7 @@ def tuned(candidates: tuple[Candidate, ...] = CANDIDATES, blocks: int = 30) -> S
     block(course, ())
     block(course, course.all_on())
     for _ in range(blocks):
-        block(course, course.wants())
+        block(course, course.draw_set())
     found = SearchState(course)
     found.chosen = course.chosen()
     return found
@@ -89,7 +89,7 @@ def test_the_next_tune_knows_at_once_what_the_last_one_found(folder: Path) -> No
     assert remember(folder, key(), found, build()) == ""
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith("continues from what the tune of 2026-11-20 learned (.hasten/train-")
+    assert recalled.message.startswith("continues from what the tune of 2026-11-20 learned (.hasten/train-")
     before, now = beside_the_plan(found.course, found.chosen), beside_the_plan(course, found.chosen)
     for (mean, _), (expected, spread) in zip(before, now, strict=True):
         assert expected == pytest.approx(mean, abs=1e-6)
@@ -107,8 +107,8 @@ def test_what_was_learned_beside_others_counts_for_less(folder: Path) -> None:
     remember(folder, key(), beside, build(disturbed=0.45))
     recalled, course = again(folder)
     assert recalled is not None
-    assert "while others took 45 % of the CPU: it counts for less" in recalled.said
-    assert not recalled.same
+    assert "while others took 45 % of the CPU: it counts for less" in recalled.message
+    assert not recalled.unchanged
     assert [one.known for one in course.candidates] == [None] * 4
     less = [spread for _, spread in beside_the_plan(course, beside.chosen)]
     remember(folder, key(), beside, build())
@@ -152,7 +152,7 @@ def test_new_blocks_overturn_what_was_known(folder: Path) -> None:
     block(course, course.all_on(), now)
     assert 3 in course.doubtful()
     for _ in range(25):
-        block(course, course.wants(), now)
+        block(course, course.draw_set(), now)
     assert course.chosen() == {0, 1}
 
 
@@ -177,8 +177,8 @@ def test_elsewhere_nothing_is_used_and_what_changed_is_said(
     remember(folder, key(**changed), tuned(), build())
     recalled, course = again(folder, key(torch="2.13"))
     assert recalled is not None
-    assert said in recalled.said
-    assert recalled.said.endswith("what was known is not used")
+    assert said in recalled.message
+    assert recalled.message.endswith("what was known is not used")
     assert tuple(course.candidates) == CANDIDATES
 
 
@@ -190,8 +190,8 @@ def test_with_another_script_body_it_counts_for_less(folder: Path, changed: dict
     remember(folder, key(**changed), tuned(), build())
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith(said)
-    assert "counts for less" in recalled.said
+    assert recalled.message.startswith(said)
+    assert "counts for less" in recalled.message
     assert not any(one.known for one in course.candidates)
     means, spreads = zip(*beside_the_plan(course, {0, 1, 3}), strict=True)
     assert [mean < -0.3 for mean in means] == [True, False, False, False]
@@ -203,7 +203,7 @@ def test_the_key_reads_the_script_and_its_arguments(folder: Path) -> None:
     before = key()
     (folder.parent / "train.py").write_text("import torch  # changed\n")
     assert key() != before
-    assert key().place == before.place
+    assert key().effects_key == before.effects_key
     package = folder.parent / "pkg"
     package.mkdir()
     (package / "job.py").write_text("pass\n")
@@ -234,10 +234,10 @@ def test_what_crashed_stays_off_until_the_script_changes(folder: Path) -> None:
     found.course.drop([3], "fresh processes did not confirm it: 0.98x")
     remember(folder, key(), found, build())
     _, course = again(folder)
-    assert course.out == {2: "in an earlier tune: it crashed: out of threads"}
+    assert course.dropped == {2: "in an earlier tune: it crashed: out of threads"}
     remember(folder, key(), SearchState(course), build())
-    assert again(folder)[1].out == course.out
-    assert again(folder, key(code="0" * 16))[1].out == {}
+    assert again(folder)[1].dropped == course.dropped
+    assert again(folder, key(code="0" * 16))[1].dropped == {}
 
 
 def test_a_tune_that_asked_less_forgets_nothing(folder: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_tune_that_asked_less_forgets_nothing(folder: Path) -> None:
     remember(folder, key(), tuned(CANDIDATES[:2]), build())
     recalled, course = again(folder)
     assert recalled is not None
-    assert set(recalled.learned) == {one.key for one in CANDIDATES}
+    assert set(recalled.results) == {one.key for one in CANDIDATES}
     assert course.all_on() == {0, 1, 3}
 
 
@@ -295,9 +295,9 @@ def test_a_damaged_file_is_said_in_a_line_and_ignored(folder: Path, kind: str) -
     path.write_bytes(_damaged(path.read_text())[kind])
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.said.startswith(f".hasten/{path.name} is ignored: ")
-    assert "\n" not in recalled.said
-    assert len(recalled.said) < 2500
+    assert recalled.message.startswith(f".hasten/{path.name} is ignored: ")
+    assert "\n" not in recalled.message
+    assert len(recalled.message) < 2500
     assert tuple(course.candidates) == CANDIDATES
 
 
@@ -309,24 +309,24 @@ def test_what_is_not_a_file_is_ignored_too(folder: Path) -> None:
     os.mkfifo(path)
     recalled, _ = again(folder)
     assert recalled is not None
-    assert "it is not a file" in recalled.said
+    assert "it is not a file" in recalled.message
     path.unlink()
     path.mkdir()
-    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).message
     path.rmdir()
     path.symlink_to("nowhere")
-    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).said
+    assert "is ignored" in (again(folder)[0] or RecalledTraining("")).message
     path.with_name("train-000000000000.json").write_bytes(whole)
     recalled, course = again(folder)
     assert recalled is not None
-    assert recalled.same, "a damaged file does not hide a good one"
-    assert "is ignored" in recalled.said
+    assert recalled.unchanged, "a damaged file does not hide a good one"
+    assert "is ignored" in recalled.message
     assert course.all_on() == {0, 1, 3}
 
 
 def test_words_of_a_file_cannot_drive_the_terminal(folder: Path) -> None:
     remember(folder, key(torch="\x1b[2J\n" * 100), tuned(), build(created="\x1b]0;x\x07"))
-    said = (again(folder)[0] or RecalledTraining("")).said
+    said = (again(folder)[0] or RecalledTraining("")).message
     assert said.startswith("torch ")
     assert said.isprintable()
     assert len(said) < 200
@@ -342,7 +342,7 @@ def test_somebody_elses_file_is_left_alone_and_a_folder_that_cannot_be_made_is_s
     in_the_way = folder.parent / "in the way"
     in_the_way.write_text("")
     assert remember(in_the_way, key(), tuned(), build()).startswith("what was learned is not kept")
-    assert "ignored" in (recall(in_the_way, key()) or RecalledTraining("")).said
+    assert "ignored" in (recall(in_the_way, key()) or RecalledTraining("")).message
     assert in_the_way.read_text() == ""
 
 

@@ -35,7 +35,7 @@ def test_a_shortened_validation_counts_as_a_whole_one() -> None:
     """10 of 100 batches took 0.5 s: a whole validation takes 5 s an epoch."""
     timing = timing_of(evidence([[0.1] * 20] * 3, validation=0.5), 10.0)
     assert timing is not None
-    assert timing.rest == pytest.approx(5.0, rel=0.02)
+    assert timing.epoch_overhead == pytest.approx(5.0, rel=0.02)
     assert timing.epoch == pytest.approx(1000 * 0.1 + 5.0, rel=0.01)
 
 
@@ -55,7 +55,7 @@ def test_validation_and_checkpoints_inside_an_epoch_are_not_steps() -> None:
     timing = timing_of(dataclasses.replace(plain, step_phases=tuple(map(tuple, phases))), 10.0)
     assert timing is not None
     assert timing.step == pytest.approx(0.1)
-    assert timing.rest == pytest.approx(4.0 * 1000 / 20, rel=0.01)
+    assert timing.epoch_overhead == pytest.approx(4.0 * 1000 / 20, rel=0.01)
 
 
 def test_batches_that_workers_had_ready_are_left_out() -> None:
@@ -89,7 +89,7 @@ def test_any_evidence_gives_times_that_make_sense(passes: list[list[float]], sec
     timing = timing_of(evidence(passes, validation=0.1), seconds)
     if timing is not None:
         assert timing.step > 0
-        assert timing.rest >= 0
+        assert timing.epoch_overhead >= 0
         assert timing.startup >= 0
         flat = [step for one in passes for step in one]
         assert min(flat) * 0.999 <= timing.step <= max(flat) * 1.001

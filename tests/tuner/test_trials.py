@@ -12,8 +12,8 @@ from hasten.errors import HastenError
 from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.taps.config import TrialOptions
-from hasten.tuner.found import SearchState
 from hasten.tuner.process_search import search_apart
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trial, Trials
 from tests.taps.scripts import PYTHON, write
 
@@ -74,7 +74,7 @@ def test_a_trial_that_trains_is_cut_short_and_measured(tmp_path: Path, monkeypat
     assert first.evidence.losses == second.evidence.losses
     assert first.evidence.losses != other.evidence.losses
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["train.py"]
-    assert several.done == [first, second, other]
+    assert several.finished == [first, second, other]
 
 
 ENDS = {
@@ -154,8 +154,8 @@ def test_a_trial_that_the_budget_cuts_is_held_against_no_technique(
     found = SearchState(Course([Candidate("channels_last", True)], live=False), warm=False)
     baseline, until = Trial({}, 0, "ok", 0.1), time.monotonic() + 60
     search_apart(several, found, baseline, 100, until, lambda line: None, lambda block: None)
-    assert (several.done[-1].plan, several.done[-1].outcome) == ({"channels_last": True}, "timeout")
-    assert (found.course.out, found.notes) == ({}, [])
+    assert (several.finished[-1].plan, several.finished[-1].outcome) == ({"channels_last": True}, "timeout")
+    assert (found.course.dropped, found.notes) == ({}, [])
     assert "longer than the budget" in found.would_ask[0]
 
 
@@ -172,7 +172,7 @@ def test_a_training_too_short_for_it_is_not_compiled_to_see(
     search_apart(several, found, baseline, steps, several.deadline, lambda line: None, lambda block: None)
     asked = {index for block in found.blocks for index in block.on}
     assert asked == ({0, 1} if compiles else {0})
-    assert ("training this short" in found.course.out.get(1, "")) == (not compiles)
+    assert ("training this short" in found.course.dropped.get(1, "")) == (not compiles)
 
 
 @pytest.mark.parametrize("slow", ["train(9, then=lambda epoch: time.sleep(100))", "wait = 0.3; train()"])

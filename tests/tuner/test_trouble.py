@@ -7,8 +7,8 @@ import pytest
 from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.plan import Setting
-from hasten.tuner.found import SearchState
 from hasten.tuner.length import TrainingLength
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial
 from hasten.tuner.trouble import trouble_of

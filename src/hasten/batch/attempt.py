@@ -2,7 +2,7 @@
 
 Memory is measured from two sides. `trial_observer` runs in the training's process and reports that process's exact
 peak; `Guard` polls the whole process tree from outside, since only it sees the loaders' workers, and kills the tree
-above the limit. `_judged` combines both with the exit code, the evidence and the log.
+above the limit. `_judge` combines both with the exit code, the evidence and the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from hasten.batch.attempt_progress import read_course
+from hasten.batch.attempt_progress import read_progress
 from hasten.batch.trial_observer import VARIABLE
 from hasten.child import Child
 from hasten.errors import OUT_OF_MEMORY, HastenError
@@ -100,7 +100,7 @@ class Attempts:
             ("RLIMIT_AS"), and "gpu" for torch's share of the GPU. `limit`, in contrast, is enforced from outside.
 
     Attributes:
-        done: The attempts so far, without the lean ones.
+        attempts: The attempts so far, without the lean ones.
         leans: Whether an attempt can have the C library return freed memory at once.
     """
 
@@ -111,42 +111,42 @@ class Attempts:
     timeout: float = 120.0
     argument: str = ""
     on_gpu: bool = False
-    done: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     leans: bool = True
     bounds: Mapping[str, int] = field(default_factory=dict)
 
     def run(
-        self, size: int = 0, former: int = 0, lean: bool = False, plan: Mapping[str, Setting] | None = None
+        self, size: int = 0, own_size: int = 0, lean: bool = False, plan: Mapping[str, Setting] | None = None
     ) -> Attempt:
         """Train for two short passes, with validation.
 
         Args:
             size: Samples per batch; 0: the script's own.
-            former: The script's own batch size.
+            own_size: The script's own batch size.
             lean: Have the C library return freed memory at once, so that the peak is what the training needs, which is
-                linear in the batch size. That makes it slower, so the attempt is not added to `done`.
+                linear in the batch size. That makes it slower, so the attempt is not added to `attempts`.
             plan: Technique -> setting; None: the unchanged script.
 
         Raises:
             HastenError: The training's batches did not take the size.
         """
         trial = {"batches": 12, "steps": 24, "seconds": self.timeout / 3, "pass_seconds": self.timeout / 12}
-        asked = {"size": 0 if self.argument else size, "former": former}
+        request = {"size": 0 if self.argument else size, "former": own_size}
         arguments = with_argument(self.arguments, self.argument, size) if self.argument and size else self.arguments
         with self._folder() as folder:
-            attempt = self._trained(folder, size, trial, asked, arguments, plan or {}, LEAN if lean else {})
-        if asked["size"]:
+            attempt = self._trained(folder, size, trial, request, arguments, plan or {}, LEAN if lean else {})
+        if request["size"]:
             _check_size(attempt, size)
         if not lean:
-            self.done.append(attempt)
+            self.attempts.append(attempt)
         return attempt
 
-    def gradients(self, at: Sequence[int], many: int) -> tuple[Attempt, dict[str, Any]]:
+    def gradients(self, after_steps: Sequence[int], batches: int) -> tuple[Attempt, dict[str, Any]]:
         """Train with the script's own batch size, and sample gradients of single batches at frozen weights.
 
         Args:
-            at: Numbers of steps after which to sample, ascending.
-            many: Batches per sample.
+            after_steps: Numbers of steps after which to sample, ascending.
+            batches: Batches per sample.
 
         Returns:
             The attempt, and the result of `hasten.batch.gradients.GradientSampler`.
@@ -155,10 +155,10 @@ class Attempts:
             result = folder / "gradients.json"
             # Bounded by time alone: the sampler ends the run once it has its gradients.
             trial = {"batches": 10**6, "epochs": 10**6, "steps": 10**6, "seconds": self.timeout}
-            asked = {"gradients": {"result": str(result), "at": list(at), "many": many}}
-            attempt = self._trained(folder, 0, trial, asked, self.arguments, {}, {})
-            seen = json.loads(result.read_text()) if result.is_file() else {"looks": [], "why": ""}
-        return attempt, seen
+            request = {"gradients": {"result": str(result), "at": list(after_steps), "many": batches}}
+            attempt = self._trained(folder, 0, trial, request, self.arguments, {}, {})
+            sampled = json.loads(result.read_text()) if result.is_file() else {"looks": [], "why": ""}
+        return attempt, sampled
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -174,10 +174,10 @@ class Attempts:
         folder: Path,
         size: int,
         trial: Mapping[str, Any],
-        asked: Mapping[str, Any],
+        request: Mapping[str, Any],
         arguments: Sequence[str],
         plan: Mapping[str, Setting],
-        more: Mapping[str, str],
+        variables: Mapping[str, str],
     ) -> Attempt:
         """Train in a separate process and judge the outcome.
 
@@ -185,18 +185,18 @@ class Attempts:
             folder: Folder for the script's files and the process's results.
             size: Samples per batch, for the record.
             trial: Bounds of the trial, see `TrialOptions`.
-            asked: Request to `hasten.batch.trial_observer`, without the limits.
+            request: Request to `hasten.batch.trial_observer`, without the limits.
             arguments: Command line of the process.
             plan: Technique -> setting.
-            more: Further environment variables.
+            variables: Further environment variables.
         """
         doctor = DoctorOptions(
             steps=0, seconds=0.0, listener=os.getpid(), sample=False, observers=("hasten.batch.trial_observer",)
         )
-        left, bounds = str(folder / "evidence.json"), TrialOptions(str(folder), **trial)
-        config = RunConfig(dict(plan), left, self.command, bounds, quiet=True, doctor=doctor)
-        request = json.dumps({**asked, "result": str(folder / "memory.json"), "bounds": dict(self.bounds)})
-        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: request, **more})
+        evidence_path, bounds = str(folder / "evidence.json"), TrialOptions(str(folder), **trial)
+        config = RunConfig(dict(plan), evidence_path, self.command, bounds, quiet=True, doctor=doctor)
+        observer_request = json.dumps({**request, "result": str(folder / "memory.json"), "bounds": dict(self.bounds)})
+        env = environment(config, {**os.environ, "PYTHONHASHSEED": "0", VARIABLE: observer_request, **variables})
         with (folder / "log").open("wb") as log:
             try:
                 child = Child(arguments, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -209,8 +209,8 @@ class Attempts:
             finally:
                 child.end()
                 peak, workers = guard.stop()
-        attempt = _judged(size, code, guard.over, peak, workers, folder)
-        course = read_course(folder)
+        attempt = _judge(size, code, guard.exceeded, peak, workers, folder)
+        course = read_progress(folder)
         return replace(attempt, workers=workers, stage=course.stage, grows=course.grows)
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
@@ -266,32 +266,34 @@ def _check_size(attempt: Attempt, size: int) -> None:
     loaders = attempt.evidence.loaders if attempt.outcome == "ok" and attempt.evidence is not None else ()
     trained = [loader for loader in loaders if loader.role == "train"]
     if trained and all(loader.batch_size != size for loader in trained):
-        kept = f"{trained[0].batch_size}, with a batch sampler of its own" if trained[0].batch_size else "another size"
+        actual = (
+            f"{trained[0].batch_size}, with a batch sampler of its own" if trained[0].batch_size else "another size"
+        )
         raise HastenError(
-            f"the training loader ({trained[0].where}) was to give batches of {size}, and gave {kept}", _NAME_ARGUMENT
+            f"the training loader ({trained[0].where}) was to give batches of {size}, and gave {actual}", _NAME_ARGUMENT
         )
 
 
 def value_of(arguments: Sequence[str], name: str) -> int:
     """Return the integer value of an argument in a command line; 0 if absent."""
-    for place, word in enumerate(arguments):
-        value = arguments[place + 1] if word == name and place + 1 < len(arguments) else ""
-        value = word.partition("=")[2] if word.startswith(f"{name}=") else value
+    for index, argument in enumerate(arguments):
+        value = arguments[index + 1] if argument == name and index + 1 < len(arguments) else ""
+        value = argument.partition("=")[2] if argument.startswith(f"{name}=") else value
         if value.isdecimal():
             return int(value)
     return 0
 
 
-def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, folder: Path) -> Attempt:
+def _judge(size: int, code: int | None, exceeded: bool, peak: int, workers: int, folder: Path) -> Attempt:
     """Return the attempt's result, from exit code, guard, evidence, log and the figures that its process wrote."""
     path, result = folder / "evidence.json", folder / "memory.json"
     evidence = read_evidence(path) if path.is_file() else None
     output = last_lines(folder / "log")
-    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
-    error = (evidence.error if evidence else "") or last
-    if over:
+    last_line = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+    error = (evidence.error if evidence else "") or last_line
+    if exceeded:
         return Attempt(size, "out of memory", peak, reason="ended at the limit")
-    if code == -9 or any(word in error for word in OUT_OF_MEMORY):
+    if code == -9 or any(pattern in error for pattern in OUT_OF_MEMORY):
         return Attempt(size, "out of memory", peak, reason=error or "killed by the kernel")
     if code is None:
         return Attempt(size, "timeout", peak, reason="it took too long")
@@ -303,11 +305,11 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
         return Attempt(size, "failed", peak, reason="no training step was seen")
     figures = json.loads(result.read_text())
     # The process's own figure is exact, the guard's is polled; but only the guard sees the loaders' workers.
-    inside, on_gpu = figures["peak"], figures["device"] == "cuda"
+    own_peak, on_gpu = figures["peak"], figures["device"] == "cuda"
     return Attempt(
         size,
         "ok",
-        inside if on_gpu else inside + workers,
+        own_peak if on_gpu else own_peak + workers,
         figures["before"],
         _step_seconds(evidence),
         split={name: figures[name] for name in ("parameters", "gradients", "optimizer")},
@@ -315,7 +317,7 @@ def _judged(size: int, code: int | None, over: bool, peak: int, workers: int, fo
         evidence=evidence,
         device=figures["device"],
         device_bytes=figures["device_bytes"],
-        blocks=tuple(BlockCost(**one) for one in figures["blocks"]),
+        blocks=tuple(BlockCost(**cost) for cost in figures["blocks"]),
     )
 
 
@@ -329,7 +331,7 @@ def _swallowed(evidence: Evidence) -> str:
 
 def _step_seconds(evidence: Evidence) -> float:
     """Return the median seconds of a steady step, without validation and checkpoints."""
-    steps = [evidence.step_phases[place] for place in evidence.steady()]
+    steps = [evidence.step_phases[index] for index in evidence.steady()]
     return statistics.median(sum(step) - step[Phase.VALIDATION] - step[Phase.CHECKPOINT] for step in steps)
 
 
@@ -341,12 +343,12 @@ class Guard:
         limit: Limit in bytes; None: only watch.
 
     Attributes:
-        over: Whether the tree exceeded the limit and was killed.
+        exceeded: Whether the tree exceeded the limit and was killed.
     """
 
     def __init__(self, pid: int, limit: int | None) -> None:
         self._peak = self._workers = 0
-        self.over = False
+        self.exceeded = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(pid, limit), daemon=True)
         self._thread.start()
@@ -364,7 +366,7 @@ class Guard:
                 continue
             self._peak, self._workers = max(self._peak, total), max(self._workers, of_workers)
             if limit is not None and total > limit:
-                self.over = True
+                self.exceeded = True
                 for process in [*workers, root]:
                     try:
                         process.kill()

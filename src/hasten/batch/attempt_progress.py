@@ -48,7 +48,7 @@ class ProgressWriter:
         self._file.write(f"{held}\n")
 
 
-def read_course(folder: Path) -> AttemptProgress:
+def read_progress(folder: Path) -> AttemptProgress:
     """Return the progress that the attempt wrote to its file in `folder`."""
     try:
         lines = (folder / NAME).read_text().split()
@@ -58,21 +58,21 @@ def read_course(folder: Path) -> AttemptProgress:
     return AttemptProgress("training" if "training" in lines else "loading", rise_of(held))
 
 
-def rise_of(held: list[int]) -> float:
+def rise_of(bytes_held: list[int]) -> float:
     """Return the bytes by which memory rises with each step; 0 if it does not.
 
     Uses the later half, which sees the same batches again: caches that fill in a first pass over the data are full by
     then. The slope is the median over all pairs of steps (Theil-Sen), which a few jumps do not change.
     """
-    later = held[len(held) // 2 :]
+    later = bytes_held[len(bytes_held) // 2 :]
     if len(later) < _FEWEST:
         return 0.0
     gaps = range(1, len(later))
-    pairs = [(late - early, gap) for gap in gaps for early, late in zip(later, later[gap:], strict=False)]
-    slope = statistics.median(more / gap for more, gap in pairs)
+    differences = [(late - early, gap) for gap in gaps for early, late in zip(later, later[gap:], strict=False)]
+    slope = statistics.median(difference / gap for difference, gap in differences)
     at_once = sum(late > early for early, late in itertools.pairwise(later))
     if 2 * at_once < len(later) - 1:
         return 0.0  # it rose in a few jumps only: caches that a validation, or a new pass, filled
     # Counts a tie as half a rise.
-    rising = sum((more > 0) + (more >= 0) for more, _ in pairs) / (2 * len(pairs))
+    rising = sum((difference > 0) + (difference >= 0) for difference, _ in differences) / (2 * len(differences))
     return slope if rising >= _RISING and slope >= max(_LEAST, _SHARE * later[0]) else 0.0

@@ -38,11 +38,11 @@ def steps_to_look_at(text: str) -> tuple[int, ...]:
     Raises:
         HastenError: The text is not an ascending list of steps.
     """
-    words = [word.strip() for word in text.split(",")]
-    steps = tuple(int(word) for word in words if word.isdecimal())
-    if steps == (0,) and len(words) == 1:
+    numbers = [number.strip() for number in text.split(",")]
+    steps = tuple(int(number) for number in numbers if number.isdecimal())
+    if steps == (0,) and len(numbers) == 1:
         return ()
-    if len(steps) != len(words) or not steps or steps[0] < 1 or list(steps) != sorted(set(steps)):
+    if len(steps) != len(numbers) or not steps or steps[0] < 1 or list(steps) != sorted(set(steps)):
         raise HastenError(
             f"--noise-at {text}: not a list of rising numbers of steps", 'write "10,30,90", or 0 for none'
         )
@@ -50,33 +50,34 @@ def steps_to_look_at(text: str) -> tuple[int, ...]:
 
 
 def critical_batch(
-    attempts: Attempts, own: int, samples: int, at: Sequence[int], say: Callable[[str], None]
+    attempts: Attempts, own_size: int, samples: int, after_steps: Sequence[int], say: Callable[[str], None]
 ) -> CriticalBatch:
     """Measure the noise scale with the script's own batch size, in a separate process.
 
     Args:
         attempts: Runs the measurement.
-        own: The script's own batch size.
+        own_size: The script's own batch size.
         samples: Number of samples in the training loader's dataset; 0 if unknown.
-        at: Steps after which to measure, since the noise scale rises from near 0 at the start.
+        after_steps: Steps after which to measure, since the noise scale rises from near 0 at the start.
         say: Receives a line of progress.
     """
     # At most one pass: without shuffling, a second pass would bring the same gradients again.
-    many = min(_GRADIENTS, samples // own) if samples else _GRADIENTS
-    if many < FEWEST:
+    batches = min(_GRADIENTS, samples // own_size) if samples else _GRADIENTS
+    if batches < FEWEST:
         return CriticalBatch((), f"a pass through the data has fewer than {FEWEST} batches")
-    say(f"gradients of {many} batches of {own} at weights that stand still, after {', '.join(map(str, at))} steps")
-    attempt, seen = attempts.gradients(at, many)
-    looks, why = [], str(seen["why"])
-    for look in seen["looks"]:
+    when = f"after {', '.join(map(str, after_steps))} steps"
+    say(f"gradients of {batches} batches of {own_size} at weights that stand still, {when}")
+    attempt, sampled = attempts.gradients(after_steps, batches)
+    looks, why = [], str(sampled["why"])
+    for look in sampled["looks"]:
         try:
-            looks.append((int(look["step"]), noise_scale(look["products"], own * look["batches"])))
+            looks.append((int(look["step"]), noise_scale(look["products"], own_size * look["batches"])))
         except ValueError as error:
             why = why or str(error)
-    if not why and attempt.outcome != "ok" and len(looks) < len(at):
+    if not why and attempt.outcome != "ok" and len(looks) < len(after_steps):
         why = attempt.reason or attempt.outcome
-    if not why and len(looks) < len(at):
-        why = "the script ended before" if looks else f"the script made fewer than {at[0] + many} steps"
+    if not why and len(looks) < len(after_steps):
+        why = "the script ended before" if looks else f"the script made fewer than {after_steps[0] + batches} steps"
     return CriticalBatch(tuple(looks), why)
 
 

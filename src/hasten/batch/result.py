@@ -49,7 +49,9 @@ class BatchSizes:
 
     @property
     def _ran(self) -> list[Attempt]:
-        return sorted((each for each in self.found.attempts if each.outcome == "ok"), key=lambda each: each.size)
+        return sorted(
+            (attempt for attempt in self.found.attempts if attempt.outcome == "ok"), key=lambda attempt: attempt.size
+        )
 
     def __str__(self) -> str:
         return "\n".join(lines(self.found))

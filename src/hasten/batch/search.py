@@ -29,13 +29,13 @@ class Trials(Protocol):
     Attributes:
         limit: Bytes of memory that the training may use.
         on_gpu: Whether it trains on a GPU.
-        done: The attempts so far.
+        attempts: The attempts so far.
         leans: Whether an attempt can have the C library return freed memory at once.
     """
 
     limit: int
     on_gpu: bool
-    done: list[Attempt]
+    attempts: list[Attempt]
     leans: bool
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
@@ -122,15 +122,15 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
     attempts.on_gpu = first.device == "cuda"
     if attempts.on_gpu:
         attempts.limit = min(attempts.limit, first.device_bytes)
-    own, samples = attempts.own_size(first, argument_value)
-    first = attempts.done[0] = Attempt(**{**vars(first), "size": own})
+    own_size, samples = attempts.own_size(first, argument_value)
+    first = attempts.attempts[0] = Attempt(**{**vars(first), "size": own_size})
     tried, most = [first], samples or 1 << 40
-    size = own
+    size = own_size
     while len(tried) < _MOST and size < most:
         size = min(size * _STEP, most)
         if len(tried) > 1 and line_through(tried).peak(size) > attempts.limit * (1 - SPARE):
             break
-        attempt = _run(attempts, size, own, say)
+        attempt = _run(attempts, size, own_size, say)
         if attempt.outcome != "ok":
             break
         tried.append(attempt)
@@ -141,20 +141,20 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
         tried = _closer(attempts, first, tried, say)
     if attempts.leans:
         say(f"asking what batches {tried[0].size} and {tried[-1].size} need with memory given back at once")
-    lean = [attempts.run(attempt.size, own, lean=True) for attempt in (tried[0], tried[-1])]
+    lean = [attempts.run(attempt.size, own_size, lean=True) for attempt in (tried[0], tried[-1])]
     line = line_through(lean if all(attempt.outcome == "ok" for attempt in lean) else tried)
     largest, bound = _largest(line, attempts.limit, most)
-    verified, bound = _verified(attempts, tried, largest, own, bound, say)
-    ran = [attempt for attempt in attempts.done if attempt.outcome == "ok"]
+    verified, bound = _verified(attempts, tried, largest, own_size, bound, say)
+    ran = [attempt for attempt in attempts.attempts if attempt.outcome == "ok"]
     best = max(attempt.rate for attempt in ran)
     saturated = min(attempt.size for attempt in ran if attempt.rate >= _SATURATED * best)
     return BatchSearchResult(
-        own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done
+        own_size, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.attempts
     )
 
 
-def _run(attempts: Trials, size: int, own: int, say: Callable[[str], None]) -> Attempt:
-    attempt = attempts.run(size, own)
+def _run(attempts: Trials, size: int, own_size: int, say: Callable[[str], None]) -> Attempt:
+    attempt = attempts.run(size, own_size)
     result = (
         f"{attempt.peak / 1e9:.2f} GB, {attempt.rate:,.0f} samples/s" if attempt.outcome == "ok" else attempt.outcome
     )
@@ -170,7 +170,7 @@ def _closer(attempts: Trials, first: Attempt, tried: list[Attempt], say: Callabl
     """
     for size in (2 * first.size, first.size // 2):
         if size >= 1 and (attempt := _run(attempts, size, first.size, say)).outcome == "ok":
-            return sorted([*tried, attempt], key=lambda each: each.size)
+            return sorted([*tried, attempt], key=lambda attempt: attempt.size)
     raise HastenError(
         f"only batch {first.size} ran: nothing can be said of other sizes",
         "the training may depend on its batch size (`view(batch_size, ...)`, a state of that size)",
@@ -184,22 +184,22 @@ def _largest(line: MemoryLine, limit: int, most: int) -> tuple[int, str]:
 
 
 def _verified(
-    attempts: Trials, tried: list[Attempt], largest: int, own: int, bound: str, say: Callable[[str], None]
+    attempts: Trials, tried: list[Attempt], largest: int, own_size: int, bound: str, say: Callable[[str], None]
 ) -> tuple[Attempt, str]:
     """Return an attempt that ran with room to spare, at the predicted size or below, and what bounds it.
 
     Falls back to the largest earlier attempt with room to spare, or the first of them.
     """
-    room = attempts.limit * (1 - SPARE)
-    safe = [attempt for attempt in tried if attempt.peak <= room] or tried[:1]
+    limit = attempts.limit * (1 - SPARE)
+    safe = [attempt for attempt in tried if attempt.peak <= limit] or tried[:1]
     for share in (1.0, 0.85, 0.7):
         size = int(share * largest)
         if size <= safe[-1].size:
             break
         say(f"verifying batch {size}")
-        attempt = _run(attempts, size, own, say)
+        attempt = _run(attempts, size, own_size, say)
         # The prediction may be slightly off: half of what was to stay free is still enough room.
-        if attempt.outcome == "ok" and attempt.peak <= room + (attempts.limit - room) / 2:
+        if attempt.outcome == "ok" and attempt.peak <= limit + (attempts.limit - limit) / 2:
             return attempt, bound if share == 1.0 else "memory"
         if attempt.outcome in ("timeout", "failed"):
             return safe[-1], "time" if attempt.outcome == "timeout" else "the script"

@@ -31,22 +31,22 @@ def install(session: Session) -> None:
     """Set limits and batch size, and start measuring memory; called by the trial's session."""
     import torch
 
-    asked = json.loads(os.environ[VARIABLE])
-    if looks := asked.get("gradients"):
+    request = json.loads(os.environ[VARIABLE])
+    if sampling := request.get("gradients"):
         from hasten.batch.gradients import GradientSampler
 
-        GradientSampler(session, Path(looks["result"]), looks["at"], looks["many"])
+        GradientSampler(session, Path(sampling["result"]), sampling["at"], sampling["many"])
     else:
-        _tap_loaders(asked["former"], asked["size"])
-    bounds = dict(asked["bounds"])
+        _tap_loaders(request["former"], request["size"])
+    bounds = dict(request["bounds"])
     on_gpu = bounds.pop("gpu", 0)
     for name, most in bounds.items():
         resource.setrlimit(getattr(resource, name), (most, resource.getrlimit(getattr(resource, name))[1]))
     for technique in session.run.techniques:
         if isinstance(technique, ActivationCheckpointing):
             technique.measure()
-    result = Path(asked["result"])
-    course = ProgressWriter(result.parent)
+    result = Path(request["result"])
+    progress = ProgressWriter(result.parent)
     watch = _Memory(session, result)
     session.observers.append(watch)
     handle: list[Any] = []
@@ -54,8 +54,8 @@ def install(session: Session) -> None:
     def first_forward(*_: Any) -> None:
         handle.pop().remove()
         watch.training_begins()
-        course.training()
-        session.step_listeners.add(functools.partial(_step_is_over, course))
+        progress.training()
+        session.step_listeners.add(functools.partial(_step_is_over, progress))
         # Only once the script has initialized CUDA: it may fork before its first use of a GPU.
         if on_gpu and torch.cuda.is_initialized():
             total = torch.cuda.get_device_properties().total_memory
@@ -64,11 +64,11 @@ def install(session: Session) -> None:
     handle.append(torch.nn.modules.module.register_module_forward_pre_hook(first_forward))
 
 
-def _step_is_over(course: ProgressWriter, steps: int) -> int:
+def _step_is_over(progress: ProgressWriter, steps: int) -> int:
     import torch
 
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    course.step(torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss)
+    progress.step(torch.cuda.memory_allocated() if on_gpu else psutil.Process().memory_info().rss)
     return steps + 1
 
 
@@ -77,13 +77,13 @@ class _Memory:
 
     def __init__(self, session: Session, result: Path) -> None:
         self._session, self._result = session, result
-        self._before = 0
+        self._peak_before = 0
 
     def training_begins(self) -> None:
         """Measure the peak from here on; a script that generates its data may have needed more before."""
-        self._before = peak_bytes()
+        self._peak_before = peak_bytes()
         if not reset_peak():  # the peak is then that of the whole process, from its start
-            self._before = 0
+            self._peak_before = 0
 
     def facts(self) -> dict[str, Any]:
         """Write the figures to their own file; add no facts to the evidence."""
@@ -91,14 +91,18 @@ class _Memory:
 
         gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         modules = [module for watch in self._session.run.models.values() if (module := watch.module()) is not None]
-        optimizers = [alive for held, _ in self._session.optimizers.values() if (alive := held()) is not None]
-        recomputing = [each for each in self._session.run.techniques if isinstance(each, ActivationCheckpointing)]
+        optimizers = [
+            optimizer for reference, _ in self._session.optimizers.values() if (optimizer := reference()) is not None
+        ]
+        recomputing = [
+            technique for technique in self._session.run.techniques if isinstance(technique, ActivationCheckpointing)
+        ]
         figures = {
             "device": "cuda" if gpu else "cpu",
             "device_bytes": torch.cuda.get_device_properties().total_memory if gpu else 0,
             "peak": torch.cuda.max_memory_reserved() if gpu else peak_bytes(),
-            "before": 0 if gpu else self._before,
-            **counted(modules, optimizers),
+            "before": 0 if gpu else self._peak_before,
+            **tensor_bytes(modules, optimizers),
             "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
             "blocks": [asdict(cost) for technique in recomputing for cost in technique.measured()],
         }
@@ -130,7 +134,7 @@ def memory_figure(name: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
 
 
-def counted(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:
+def tensor_bytes(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:
     """Return the bytes of parameters, of their gradients and of the optimizers' state.
 
     Gradients are counted for every parameter that requires one, whether it exists yet or not.
@@ -138,11 +142,11 @@ def counted(modules: list[Any], optimizers: list[Any]) -> dict[str, int]:
     import torch
 
     parameters = {id(weight): weight for module in modules for weight in module.parameters()}.values()
-    state = [part for optimizer in optimizers for values in optimizer.state.values() for part in values.values()]
+    state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return {
         "parameters": sum(map(_bytes, parameters)),
         "gradients": sum(_bytes(weight) for weight in parameters if weight.requires_grad),
-        "optimizer": sum(_bytes(part) for part in state if isinstance(part, torch.Tensor)),
+        "optimizer": sum(_bytes(value) for value in state if isinstance(value, torch.Tensor)),
     }
 
 
@@ -150,33 +154,33 @@ def _bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _tap_loaders(former: int, size: int) -> None:
-    """Build every loader whose batch size is `former` with `size` instead, and put its longest samples first.
+def _tap_loaders(own_size: int, size: int) -> None:
+    """Build every loader whose batch size is `own_size` with `size` instead, and put its longest samples first.
 
     Loaders with another batch size are not changed. With `size` 0, all loaders keep their batch size; the longest
     samples still come first.
     """
     from torch.utils.data import DataLoader
 
-    build = DataLoader.__init__
-    signature = inspect.signature(build)
+    init = DataLoader.__init__
+    signature = inspect.signature(init)
 
-    @functools.wraps(build)
+    @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         options = {name: value for name, value in bound.arguments.items() if name != "self"}
-        own = options.get("batch_size")
-        if (size and own != former) or not own or options.get("batch_sampler") is not None:
-            build(self, *args, **kwargs)
+        batch_size = options.get("batch_size")
+        if (size and batch_size != own_size) or not batch_size or options.get("batch_sampler") is not None:
+            init(self, *args, **kwargs)
             return
         if size:
-            build(self, **{**options, "batch_size": size})
+            init(self, **{**options, "batch_size": size})
         else:
-            build(self, *args, **kwargs)
-        first = longest(self.dataset, size or own)
-        if first and type(self.batch_sampler).__name__ == "BatchSampler":
-            self.__dict__["batch_sampler"] = LongestFirst(self.batch_sampler, first)
+            init(self, *args, **kwargs)
+        longest_samples = longest(self.dataset, size or batch_size)
+        if longest_samples and type(self.batch_sampler).__name__ == "BatchSampler":
+            self.__dict__["batch_sampler"] = LongestFirst(self.batch_sampler, longest_samples)
 
     DataLoader.__init__ = __init__  # type: ignore[method-assign]
 
@@ -189,10 +193,10 @@ def longest(dataset: Any, size: int) -> list[int]:
     """
     try:
         count = len(dataset)
-        looked = {_length(dataset[place]) for place in _spread(count, _LOOKED_AT)}
-        if len(looked) <= 1:
+        lengths = {_length(dataset[index]) for index in _spread(count, _LOOKED_AT)}
+        if len(lengths) <= 1:
             return []
-        by_length = sorted(_spread(count, _SCANNED), key=lambda place: _length(dataset[place]), reverse=True)
+        by_length = sorted(_spread(count, _SCANNED), key=lambda index: _length(dataset[index]), reverse=True)
     except Exception:  # such as an iterable dataset, or samples without an integer index: sizes are unknown
         return []
     # A batch larger than the scanned samples repeats them.

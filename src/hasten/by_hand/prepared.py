@@ -78,11 +78,11 @@ class Prepared:
         for line in remarks:
             messages.tell(f"hasten: {line}")
         self._run.process()
-        if self._run.acting("backward"):
+        if self._run.techniques_at("backward"):
             # Replace torch.autograd.backward, so that techniques act on a plain `loss.backward()` (loss scaling, say)
             # as on `hasten.backward(loss)`.
             self._backward = ReplacedFunction(
-                torch.autograd, "backward", lambda plain: self._run.wrapped("backward", plain)
+                torch.autograd, "backward", lambda plain: self._run.wrap("backward", plain)
             )
             self._backward.put_in_place()
         if settings:
@@ -98,7 +98,7 @@ class Prepared:
                 self._cast.add(model)
                 for technique in self._run.techniques:
                     technique.prepare(model)
-                if self._run.acting("model") or self._run.acting("forward"):
+                if self._run.techniques_at("model") or self._run.techniques_at("forward"):
                     self._wrapped_forwards.append(WrappedForward(model, self._run, self._cast))
         for optimizer in optimizers:
             self._run.optimizer(optimizer)
@@ -137,7 +137,7 @@ class Prepared:
             self._backward.put_back()
         for technique in self._run.techniques:
             technique.off()
-            technique.over()
+            technique.teardown()
             technique.restore()
         self._cast.leave()
         if self.settings:
@@ -152,7 +152,7 @@ class Prepared:
 
 def with_passes(loader: DataLoader[Any], run: Run) -> DataLoader[Any]:
     """Return a copy of the loader with techniques in its passes; the loader itself if no technique acts there."""
-    in_passes = run.acting("batches") or (run.acting("fetcher") and not loader.num_workers)
+    in_passes = run.techniques_at("batches") or (run.techniques_at("fetcher") and not loader.num_workers)
     if not in_passes:
         return loader
     loader = changed(loader)
@@ -171,7 +171,7 @@ def _with_passes(kind: Any) -> Any:
             iterator = super().__iter__()
             run: Run = self._hasten_run
             fetch = with_techniques(iterator, run)
-            return _Pass(iterator, fetch) if run.acting("batches") else iterator
+            return _Pass(iterator, fetch) if run.techniques_at("batches") else iterator
 
     Passes.__name__, Passes.__qualname__, Passes.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Passes

@@ -50,7 +50,7 @@ class WrappedForward:
         self.remove()
         self._run.model(model, args)
         self._inner = vars(model).get(_SLOT)
-        if not self._run.acting("forward"):
+        if not self._run.techniques_at("forward"):
             return model(*args, **kwargs)
         self._forward = self._wrapped()
         vars(model)[_SLOT] = self
@@ -64,7 +64,7 @@ class WrappedForward:
     def _wrapped(self) -> Call:
         """Return the forward, wrapped by each technique that acts there; one that fails is left out."""
         forward = self._plain
-        for technique in self._run.acting("forward"):
+        for technique in self._run.techniques_at("forward"):
             inner = forward
             try:
                 forward = technique.forward(inner)

@@ -42,39 +42,39 @@ class Agreement:
 
 
 def agreement_of(
-    measured: Iterable[Mapping[str, Any]], bound: Bound, moved: Callable[[str], float]
+    measured: Iterable[Mapping[str, Any]], bound: Bound, noise_share: Callable[[str], float]
 ) -> Agreement | None:
     """Return how closely the measured steps agree; None if no step was measured.
 
     Args:
-        measured: The witness's moments, each with the result of `far` for every tensor.
+        measured: The witness's moments, each with the result of `measure_difference` for every tensor.
         bound: Returns the largest norm that a difference may have, given a tensor's name, its norm, and the norm of the
             whole tensor.
-        moved: Returns the share of its norm by which noise moves a tensor.
+        noise_share: Returns the share of its norm by which noise moves a tensor.
     """
     steps = [moment["apart"] for moment in measured if moment["kind"] == "step"]
     if not steps:
         return None
     loss_gap, cosine, cosine_of = 0.0, 1.0, ""
     share, gap, worst, allowed = -1.0, 0.0, "", None
-    for name, apart, size, along, whole in _tensors(steps):
+    for name, apart, size, along, whole_norm in _tensors(steps):
         if name.startswith("loss"):
             loss_gap = max(loss_gap, _finite(apart / size))
-        elif name.startswith("gradient") and moved(name) <= _ALL_NOISE:
-            if moved(name) <= _TURNED and (here := _cosine(apart / size, along)) < cosine:
-                cosine, cosine_of = here, name
-            most = bound(name, size, whole)
-            if (this := _finite(apart / most) if most > 0 else 0.0) > share:
-                share, gap, worst, allowed = this, _finite(apart / size), name, _finite(most / size)
+        elif name.startswith("gradient") and noise_share(name) <= _ALL_NOISE:
+            if noise_share(name) <= _TURNED and (step_cosine := _cosine(apart / size, along)) < cosine:
+                cosine, cosine_of = step_cosine, name
+            allowed_norm = bound(name, size, whole_norm)
+            if (step_share := _finite(apart / allowed_norm) if allowed_norm > 0 else 0.0) > share:
+                share, gap, worst, allowed = step_share, _finite(apart / size), name, _finite(allowed_norm / size)
     return Agreement(len(steps), loss_gap, cosine, _bare(cosine_of), gap, _bare(worst), allowed)
 
 
 def _tensors(steps: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, float, float, float, float]]:
     """Yield every tensor of every step whose plain norm is not 0, with its measures: a zero tensor has no direction."""
     for step in steps:
-        for name, (apart, size, along, whole) in step.items():
+        for name, (apart, size, along, whole_norm) in step.items():
             if size > 0:
-                yield name, apart, size, along, whole
+                yield name, apart, size, along, whole_norm
 
 
 def _cosine(gap: float, along: float) -> float:

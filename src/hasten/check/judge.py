@@ -103,7 +103,7 @@ def parts_of(plan: Mapping[str, Setting]) -> list[tuple[dict[str, Setting], Effe
     """Return the parts of a plan to check, each with the promise it is held to, the strictest first."""
     plan = {name: setting for name, setting in plan.items() if setting is not False}
 
-    def part(keeps: Callable[[str, Setting], bool]) -> dict[str, Setting]:
+    def subset(keeps: Callable[[str, Setting], bool]) -> dict[str, Setting]:
         return {name: setting for name, setting in plan.items() if keeps(name, setting)}
 
     def is_in(*effects: Effect) -> Callable[[str, Setting], bool]:
@@ -111,22 +111,22 @@ def parts_of(plan: Mapping[str, Setting]) -> list[tuple[dict[str, Setting], Effe
 
     rounds = is_in(Effect.EXACT, Effect.ROUNDING)
     candidates = [
-        (part(is_in(Effect.EXACT)), Effect.EXACT),
-        (part(lambda n, s: rounds(n, s) and CATALOGUE[n].roundoff(s) <= SINGLE), Effect.ROUNDING),
-        (part(rounds), Effect.ROUNDING),
-        (part(is_in(Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING)), Effect.SAMPLING),
+        (subset(is_in(Effect.EXACT)), Effect.EXACT),
+        (subset(lambda n, s: rounds(n, s) and CATALOGUE[n].roundoff(s) <= SINGLE), Effect.ROUNDING),
+        (subset(rounds), Effect.ROUNDING),
+        (subset(is_in(Effect.EXACT, Effect.ROUNDING, Effect.SAMPLING)), Effect.SAMPLING),
     ]
-    found: list[tuple[dict[str, Setting], Effect]] = []
+    parts: list[tuple[dict[str, Setting], Effect]] = []
     for techniques, level in candidates:
-        if techniques and all(techniques != known for known, _ in found):
-            found.append((techniques, level))
-    return found
+        if techniques and all(techniques != earlier for earlier, _ in parts):
+            parts.append((techniques, level))
+    return parts
 
 
 def judge_run(
     plan: Mapping[str, Setting],
     level: Effect,
-    seen: Mapping[str, Any],
+    result: Mapping[str, Any],
     noise: Sequence[Any],
     *,
     strong: Sequence[Any] = (),
@@ -137,49 +137,51 @@ def judge_run(
     Args:
         plan: Techniques of the run.
         level: The promise that it is held to.
-        seen: The witness's result.
+        result: The witness's result.
         noise: Results of plain runs under noise of the plan's roundoff; not needed for "exact".
         strong: Results of plain runs under noise `TIMES` as large. A plan's tensor may move as far as they do.
         other_start: The run resumed from weights that differ by rounding, so the weights before its first step do not
             count.
     """
-    common = {"plan": dict(plan), "level": str(level), "moved": seen["moved"], "counts": seen["counts"]}
-    if seen["failed"]:
-        return RunComparison(**common, ok=None, note=f"the check itself did not work here: {seen['failed']}")
-    if seen["first"] is not None:
-        return RunComparison(**common, ok=False, first=Difference(**seen["first"]))
+    common = {"plan": dict(plan), "level": str(level), "moved": result["moved"], "counts": result["counts"]}
+    if result["failed"]:
+        return RunComparison(**common, ok=None, note=f"the check itself did not work here: {result['failed']}")
+    if result["first"] is not None:
+        return RunComparison(**common, ok=False, first=Difference(**result["first"]))
     if level is Effect.EXACT:
-        return RunComparison(**common, ok=True, agreed=Agreement(seen["counts"]["step"]))
+        return RunComparison(**common, ok=True, agreed=Agreement(result["counts"]["step"]))
     table = _Noise(noise, strong, roundoff_of(plan))
     worst, worst_at, first = 0.0, "", None
-    first_step = next((moment for moment in seen["measured"] if moment["kind"] == "step"), None)
-    for moment in seen["measured"]:
-        for name, (apart, size, _, whole) in moment["apart"].items():
+    first_step = next((moment for moment in result["measured"] if moment["kind"] == "step"), None)
+    for moment in result["measured"]:
+        for name, (apart, size, _, whole_norm) in moment["apart"].items():
             if other_start and moment is first_step and name.startswith("weight before"):
                 continue
-            bound = table.bound(name, size, whole)
+            bound = table.bound(name, size, whole_norm)
             share = min(apart / bound, _MOST) if bound > 0 else _MOST if apart > 0 else 0.0
             if share > worst:
                 worst, worst_at = share, f"{name}, {moment['place']}"
             if share > 1 and first is None:
                 first = _difference(moment["place"], name, apart, bound, size)
-    first = first or table.tilted(seen["measured"])
+    first = first or table.tilted(result["measured"])
     note = (
-        "" if table.steps or not seen["measured"] else "the script could not be run under noise: nothing to hold it to"
+        ""
+        if table.steps or not result["measured"]
+        else "the script could not be run under noise: nothing to hold it to"
     )
     ok = None if note else first is None
-    agrees = None if note else _agreed(seen["measured"], table, first)
+    agreement = None if note else _agreement(result["measured"], table, first)
     return RunComparison(
-        **common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note, agreed=agrees
+        **common, ok=ok, first=first, worst=worst, worst_at=worst_at, sees=table.sees(), note=note, agreed=agreement
     )
 
 
-def _agreed(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreement | None:
-    found = agreement_of(measured, table.bound, table.moved)
-    if found is None or first is None or first.size is None or not first.what.startswith("gradient: "):
-        return found
+def _agreement(measured: Sequence[Any], table: _Noise, first: Difference | None) -> Agreement | None:
+    agreement = agreement_of(measured, table.bound, table.moved)
+    if agreement is None or first is None or first.size is None or not first.what.startswith("gradient: "):
+        return agreement
     # Name the gradient that broke the promise, whether in one step or over all of them.
-    return replace(found, gradient_gap=first.size, worst=first.what.removeprefix("gradient: "), allowed=first.bound)
+    return replace(agreement, gradient_gap=first.size, worst=first.what.removeprefix("gradient: "), allowed=first.bound)
 
 
 def _difference(place: str, what: str, apart: float, bound: float, size: float) -> Difference:
@@ -224,16 +226,16 @@ class _Noise:
         self._single = roundoff <= SINGLE
         self._usual, self._strong = _Moved(results), _Moved(strong)
 
-    def bound(self, name: str, size: float, whole: float) -> float:
+    def bound(self, name: str, size: float, whole_norm: float) -> float:
         """Return the largest norm that a difference may have."""
         share = self.moved(name)
         times = self._times
         if self._is_all_noise(name):  # Adam's second moment is its square
             times = _TIMES_ALL_NOISE**2 if name.startswith("optimizer state") else _TIMES_ALL_NOISE
         # A weight moves by whole units in its last place, however small the step was.
-        least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole if name.startswith("weight") else 0.0)
-        may = _SLACK * max(self._strong.share.get(name, 0.0) * size, self._strong.most.get(name, 0.0))
-        return max(times * share * size, times * self._usual.most.get(name, 0.0), may, least)
+        least = max(_SUMS * SINGLE * size, 8 * SINGLE * whole_norm if name.startswith("weight") else 0.0)
+        strong_bound = _SLACK * max(self._strong.share.get(name, 0.0) * size, self._strong.most.get(name, 0.0))
+        return max(times * share * size, times * self._usual.most.get(name, 0.0), strong_bound, least)
 
     def moved(self, name: str) -> float:
         """Return the share of its norm by which noise moves a tensor."""

@@ -29,7 +29,7 @@ def listen(witness: Witness, *, backwards: bool = True) -> None:
     """
     os.register_at_fork(after_in_child=functools.partial(setattr, witness, "active", False))
     noise = Noise(witness.options.noise, witness.options.seed) if witness.options.noise else None
-    step_in_backward.looked_into = {}
+    step_in_backward.inspected = {}
     _forwards(witness, noise)
     _backwards(witness, noise, backwards)
     _steps(witness)
@@ -45,17 +45,17 @@ def _reading(witness: Witness, folder: str) -> None:
         if event == "open" and witness.active and isinstance(args[0], str) and not str(args[1]).strip("rbt"):
             path = os.path.realpath(args[0])
             if path.startswith(folder):
-                witness.read.add(path.removeprefix(folder))
+                witness.files_read.add(path.removeprefix(folder))
 
     sys.addaudithook(opened)
 
 
-def _safely(witness: Witness, tell: Any, *args: Any) -> Any:
+def _safely(witness: Witness, event: Any, *args: Any) -> Any:
     """Call the witness. Its own failures are noted, and never raised in the script."""
     if not witness.active:
         return None
     try:
-        return tell(*args)
+        return event(*args)
     except Diverged:
         return None
     except Exception as error:  # the check then has no answer, and says why
@@ -72,23 +72,23 @@ def _forwards(witness: Witness, noise: Any) -> None:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if inside[0] or not witness.active or compiling() or is_tracing():
             return plain(self, *args, **kwargs)
-        model = next(self.parameters(), None) is not None
-        if model:
-            _safely(witness, _met, witness, self)
+        has_parameters = next(self.parameters(), None) is not None
+        if has_parameters:
+            _safely(witness, _note_model, witness, self)
         inside[0] = True
         try:
             with noise or contextlib.nullcontext():
                 output = plain(self, *args, **kwargs)
         finally:
             inside[0] = False
-        if model and not (self.training and torch.is_grad_enabled()):
+        if has_parameters and not (self.training and torch.is_grad_enabled()):
             _safely(witness, witness.validation, self, output)
         return output
 
     torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
 
-def _met(witness: Witness, model: torch.nn.Module) -> None:
+def _note_model(witness: Witness, model: torch.nn.Module) -> None:
     if witness.names.meet(model):
         witness.computes_in(next(model.parameters()).dtype)
         for kind in {parameter.device.type for parameter in model.parameters()}:  # several under `host_embeddings`
@@ -96,12 +96,12 @@ def _met(witness: Witness, model: torch.nn.Module) -> None:
                 witness.computes_in(torch.get_autocast_dtype(kind))
 
 
-def _backwards(witness: Witness, noise: Any, tells: bool) -> None:
+def _backwards(witness: Witness, noise: Any, notes_losses: bool) -> None:
     plain = torch.autograd.backward
 
     @functools.wraps(plain)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if tells:
+        if notes_losses:
             _safely(witness, witness.backward, tensors)
         with noise or contextlib.nullcontext():
             plain(tensors, *args, **kwargs)
@@ -111,39 +111,39 @@ def _backwards(witness: Witness, noise: Any, tells: bool) -> None:
 
 
 def _steps(witness: Witness) -> None:
-    build = torch.optim.Optimizer.__init__
+    init = torch.optim.Optimizer.__init__
 
-    @functools.wraps(build)
+    @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        init(self, *args, **kwargs)
         _safely(witness, witness.names.number, self)
 
     torch.optim.Optimizer.__init__ = __init__  # type: ignore[method-assign]
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         _safely(witness, witness.before_step, closure is not None)
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         _safely(witness, witness.after_step, optimizer)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _batches(witness: Witness) -> None:
-    kind: Any = dataloader._BaseDataLoaderIter
-    plain, plain_index, begin = kind.__next__, kind._next_index, kind.__init__
+    iterator_class: Any = dataloader._BaseDataLoaderIter
+    plain, plain_index, init = iterator_class.__next__, iterator_class._next_index, iterator_class.__init__
     numbers: dict[int, int] = {}
 
-    @functools.wraps(begin)
+    @functools.wraps(init)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(loader, "hasten_within", False):  # inner loader of a pass that is itself observed
-            begin(self, loader, *args, **kwargs)
+            init(self, loader, *args, **kwargs)
             return
         self._hasten_name = f"loader {numbers.setdefault(id(loader), len(numbers) + 1)}"
         self._hasten_indices = []
-        begin(self, loader, *args, **kwargs)
+        init(self, loader, *args, **kwargs)
 
     @functools.wraps(plain_index)
     def _next_index(self: Any) -> Any:
@@ -157,11 +157,11 @@ def _batches(witness: Witness) -> None:
         if not witness.active:
             return batch
         indices = self._hasten_indices.pop(0) if self._hasten_indices else None
-        shown = indices if isinstance(indices, list | tuple | int) else None
-        given = _safely(witness, witness.batch, self._hasten_name, shown, batch)
-        return batch if given is None else given
+        sample_indices = indices if isinstance(indices, list | tuple | int) else None
+        replacement = _safely(witness, witness.batch, self._hasten_name, sample_indices, batch)
+        return batch if replacement is None else replacement
 
-    reset = kind._reset
+    reset = iterator_class._reset
 
     @functools.wraps(reset)
     def _reset(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -169,4 +169,5 @@ def _batches(witness: Witness) -> None:
             self._hasten_indices = []  # indices drawn ahead in a pass that was cut short
         reset(self, *args, **kwargs)
 
-    kind.__init__, kind._next_index, kind._reset, kind.__next__ = __init__, _next_index, _reset, __next__
+    iterator_class.__init__, iterator_class.__next__ = __init__, __next__
+    iterator_class._next_index, iterator_class._reset = _next_index, _reset

@@ -88,12 +88,12 @@ class Noise(TorchDispatchMode):
             return self._disturbed(output)
         return type(output)(self._disturbed(part) for part in output) if isinstance(output, list | tuple) else output
 
-    def _disturbed(self, part: Any) -> Any:
-        if not isinstance(part, torch.Tensor) or not part.is_floating_point() or part.layout is not torch.strided:
-            return part
-        generator = self._generators.get(part.device)
+    def _disturbed(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return tensor
+        generator = self._generators.get(tensor.device)
         if generator is None:
-            generator = self._generators[part.device] = torch.Generator(part.device).manual_seed(self._seed)
-        errors = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+        errors = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         errors.uniform_(-self._size, self._size, generator=generator)
-        return torch.addcmul(part, part, errors)
+        return torch.addcmul(tensor, tensor, errors)

@@ -39,14 +39,14 @@ class FinishedRun:
         saved: Folder with the files that the script saved.
         log: The last lines that it printed.
         idle: Techniques that found nothing to act on; None if unknown.
-        alone: Techniques that left everything alone, each with the reason.
+        left_alone: Techniques that left everything alone, each with the reason.
     """
 
     failed: str
     saved: Path
     log: str = ""
     idle: tuple[str, ...] | None = None
-    alone: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
 
 
 class Runner(Protocol):
@@ -68,11 +68,11 @@ class Runner(Protocol):
 
 @dataclass
 class ReferenceRun:
-    """A plain run and its track, which other runs follow."""
+    """A plain run and its track, which other runs follow. It starts from the files in `resume_from`, if any."""
 
     name: str
     track: Path
-    start: Path | None = None
+    resume_from: Path | None = None
     plain: FinishedRun | None = None
     roundoff: float = SINGLE
 
@@ -104,119 +104,142 @@ class Runs:
             self._run.stop()
         self._pool.shutdown()
 
-    def _start(self, plan: Techniques, lap: ReferenceRun, **options: Any) -> tuple[FinishedRun, Any]:
+    def _execute(self, plan: Techniques, reference: ReferenceRun, **options: Any) -> tuple[FinishedRun, Any]:
         with self._lock:
             self._number += 1
             # A short name: the sockets of loader workers are below it, and their paths may have 107 characters.
             folder = self._folder / str(self._number)
         folder.mkdir(parents=True)
-        resumed = "" if lap.start is None else str(lap.start)
-        witness = WitnessOptions(track=str(lap.track), result=str(folder / "seen.json"), resumed=resumed, **options)
-        ended = self._run(plan, witness, folder, lap.start)
+        resumed = "" if reference.resume_from is None else str(reference.resume_from)
+        witness = WitnessOptions(
+            track=str(reference.track), result=str(folder / "seen.json"), resumed=resumed, **options
+        )
+        finished = self._run(plan, witness, folder, reference.resume_from)
         # With several ranks, each followed its counterpart: a rank with a difference decides.
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("seen.json*"))]
-        seen = next((one for one in ranks if one["first"] is not None), ranks[0] if ranks else None)
-        if seen is not None and seen is not ranks[0]:
-            ended = replace(ended, failed="")  # the other ranks failed only because that one left
-        return ended, seen
+        result = next(
+            (rank_result for rank_result in ranks if rank_result["first"] is not None), ranks[0] if ranks else None
+        )
+        if result is not None and result is not ranks[0]:
+            finished = replace(finished, failed="")  # the other ranks failed only because that one left
+        return finished, result
 
-    def begin(self, lap: ReferenceRun) -> Future[tuple[FinishedRun, Any]]:
-        lap.track.mkdir(parents=True)
-        return self._pool.submit(self._record, lap)
+    def begin_reference(self, reference: ReferenceRun) -> Future[tuple[FinishedRun, Any]]:
+        """Start the plain run that records a reference's track."""
+        reference.track.mkdir(parents=True)
+        return self._pool.submit(self._record, reference)
 
-    def _record(self, lap: ReferenceRun) -> tuple[FinishedRun, Any]:
+    def _record(self, reference: ReferenceRun) -> tuple[FinishedRun, Any]:
         try:
-            return self._start({}, lap, role=RECORDS)
+            return self._execute({}, reference, role=RECORDS)
         finally:
-            for track in lap.track.parent.glob(f"{lap.track.name}*"):  # one per rank
+            for track in reference.track.parent.glob(f"{reference.track.name}*"):  # one per rank
                 (track / "done").touch()  # however the run ended, followers must not wait for more
 
-    def plain(self, lap: ReferenceRun, begun: Future[tuple[FinishedRun, Any]]) -> Any:
-        lap.plain, seen = begun.result()
-        if lap.plain.failed:
-            raise script_fails(lap.plain.failed, lap.plain.log, resumed=lap.start is not None)
-        if seen is not None and seen["failed"]:
+    def wait_for_reference(self, reference: ReferenceRun, recording: Future[tuple[FinishedRun, Any]]) -> Any:
+        """Wait for the plain run, and return its witness's result.
+
+        Raises:
+            HastenError: The script fails, makes no optimizer step, or cannot be observed.
+        """
+        reference.plain, result = recording.result()
+        if reference.plain.failed:
+            raise script_fails(reference.plain.failed, reference.plain.log, resumed=reference.resume_from is not None)
+        if result is not None and result["failed"]:
             raise HastenError(
-                f"this training cannot be checked: {seen['failed']}", "please report this script to hasten's authors"
+                f"this training cannot be checked: {result['failed']}", "please report this script to hasten's authors"
             )
-        if seen is None or not seen["counts"]["step"]:  # a script that never imports torch leaves no result
+        if result is None or not result["counts"]["step"]:  # a script that never imports torch leaves no result
             raise HastenError(
                 "no training was found: no optimizer made a step",
                 "hasten sees steps through loss.backward() and optimizer.step() of PyTorch",
             )
-        lap.roundoff = float(seen["roundoff"])
-        counts = seen["counts"]
+        reference.roundoff = float(result["roundoff"])
+        counts = result["counts"]
         self._say(
             f"the script as it is: {counts['batch']} batches, {counts['step']} optimizer steps, "
             f"{counts['validation']} validation forwards"
         )
-        if seen["stride"] > 1:
-            self.notes.append(f"the training is large: tensors were compared in every {seen['stride']}th step")
-        return seen
+        if result["stride"] > 1:
+            self.notes.append(f"the training is large: tensors were compared in every {result['stride']}th step")
+        return result
 
-    def begin_to_follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> Future[tuple[FinishedRun, Any]]:
+    def begin_to_follow(
+        self, reference: ReferenceRun, plan: Techniques, level: Effect
+    ) -> Future[tuple[FinishedRun, Any]]:
         """Start a run under a plan, which follows the plain run, as soon as there is a free slot."""
         exact, redraws = level is Effect.EXACT, level is Effect.SAMPLING
-        return self._pool.submit(self._start, plan, lap, role=FOLLOWS, exact=exact, redraws=redraws)
+        return self._pool.submit(self._execute, plan, reference, role=FOLLOWS, exact=exact, redraws=redraws)
 
-    def follow(self, lap: ReferenceRun, plan: Techniques, level: Effect) -> tuple[FinishedRun, Any]:
+    def follow(self, reference: ReferenceRun, plan: Techniques, level: Effect) -> tuple[FinishedRun, Any]:
         """Run under a plan, and wait for the result."""
-        return self.begin_to_follow(lap, plan, level).result()
+        return self.begin_to_follow(reference, plan, level).result()
 
     def noise(
-        self, lap: ReferenceRun, roundoff: float, count: int = NOISES, times: float = 1.0
+        self, reference: ReferenceRun, roundoff: float, count: int = NOISES, times: float = 1.0
     ) -> list[tuple[FinishedRun, Any]]:
         """Return the results of plain runs under noise of `times * roundoff`. Each run is made once and reused."""
-        known = self._noises.setdefault((roundoff, times), [])
-        asked = [
-            self._pool.submit(self._start, {}, lap, role=FOLLOWS, exact=False, noise=times * roundoff, seed=seed)
-            for seed in range(len(known) + 1, count + 1)
+        pairs = self._noises.setdefault((roundoff, times), [])
+        futures = [
+            self._pool.submit(
+                self._execute, {}, reference, role=FOLLOWS, exact=False, noise=times * roundoff, seed=seed
+            )
+            for seed in range(len(pairs) + 1, count + 1)
         ]
-        known += [each.result() for each in asked]
-        return [(ended, seen) for ended, seen in known if seen is not None and not seen["failed"]]
+        pairs += [future.result() for future in futures]
+        return [(finished, result) for finished, result in pairs if result is not None and not result["failed"]]
 
     def judge(
         self,
-        lap: ReferenceRun,
+        reference: ReferenceRun,
         plan: Techniques,
         level: Effect,
-        ended: FinishedRun,
-        seen: Any,
+        finished: FinishedRun,
+        result: Any,
         other_start: bool = False,
     ) -> RunComparison:
-        if ended.failed or seen is None:
-            how = f"the script fails under the plan: {ended.failed or 'it left nothing'}"
+        if finished.failed or result is None:
+            how = f"the script fails under the plan: {finished.failed or 'it left nothing'}"
             return RunComparison(dict(plan), str(level), False, Difference("the run", "the script", how))
-        compared = self._held(lap, plan, level, seen, other_start)
+        compared = self._judge_by_noise(reference, plan, level, result, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
             self._say(f"{compared.first.what} is further off than rounding explains: looking closer")
-            compared = self._held(lap, plan, level, seen, other_start, in_doubt=True)
-        if compared.ok is False and (own := self._parts_from_itself(lap)) is not None:
-            note = f"the script does not repeat itself: at {own.place}, {own.what}: {own.how}"
+            compared = self._judge_by_noise(reference, plan, level, result, other_start, in_doubt=True)
+        if compared.ok is False and (own_difference := self._own_difference(reference)) is not None:
+            at = f"at {own_difference.place}, {own_difference.what}"
+            note = f"the script does not repeat itself: {at}: {own_difference.how}"
             return replace(compared, ok=None, first=None, note=note)
         return compared
 
-    def _held(
-        self, lap: ReferenceRun, plan: Techniques, level: Effect, seen: Any, other_start: bool, in_doubt: bool = False
+    def _judge_by_noise(
+        self,
+        reference: ReferenceRun,
+        plan: Techniques,
+        level: Effect,
+        result: Any,
+        other_start: bool,
+        in_doubt: bool = False,
     ) -> RunComparison:
         """Judge a run by plain runs under noise; `in_doubt`, by more and stronger ones."""
         if level is Effect.EXACT:
-            return judge_run(plan, level, seen, [])
-        roundoff = max(lap.roundoff, roundoff_of(plan))
-        weak, strong = self.noise(lap, roundoff), []
+            return judge_run(plan, level, result, [])
+        roundoff = max(reference.roundoff, roundoff_of(plan))
+        weak, strong = self.noise(reference, roundoff), []
         if in_doubt and roundoff <= SINGLE:
-            strong = self.noise(lap, roundoff, self._in_doubt, TIMES)
+            strong = self.noise(reference, roundoff, self._in_doubt, TIMES)
         elif in_doubt:  # with 16-bit errors flips are common: more runs of the same noise show them
-            weak = self.noise(lap, roundoff, NOISES + self._in_doubt)
-        noise, stronger = ([seen for _, seen in runs] for runs in (weak, strong))
-        return judge_run(plan, level, seen, noise, strong=stronger, other_start=other_start)
+            weak = self.noise(reference, roundoff, NOISES + self._in_doubt)
+        noise, stronger = ([result for _, result in runs] for runs in (weak, strong))
+        return judge_run(plan, level, result, noise, strong=stronger, other_start=other_start)
 
-    def _parts_from_itself(self, lap: ReferenceRun) -> Difference | None:
-        """Where a second plain run parts from the first, if it does."""
-        if lap.name not in self.repeats:
-            ended, seen = self.follow(lap, {}, Effect.EXACT)
-            if ended.failed or seen is None:
-                self.repeats[lap.name] = Difference("the run", "the script", f"fails the second time: {ended.failed}")
+    def _own_difference(self, reference: ReferenceRun) -> Difference | None:
+        """Return the first difference of a second plain run from the first; None if there is none."""
+        if reference.name not in self.repeats:
+            finished, result = self.follow(reference, {}, Effect.EXACT)
+            if finished.failed or result is None:
+                self.repeats[reference.name] = Difference(
+                    "the run", "the script", f"fails the second time: {finished.failed}"
+                )
             else:
-                self.repeats[lap.name] = judge_run({}, Effect.EXACT, seen, []).first
-        return self.repeats[lap.name]
+                self.repeats[reference.name] = judge_run({}, Effect.EXACT, result, []).first
+        return self.repeats[reference.name]

@@ -24,13 +24,13 @@ class StateNames:
     def __init__(self) -> None:
         self.models: dict[str, torch.nn.Module] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._known: set[int] = set()
+        self._named: set[int] = set()
 
     def meet(self, model: torch.nn.Module) -> str:
         """Name a model that is new, and return the name; "" if it has one already."""
-        if id(model) in self._known:
+        if id(model) in self._named:
             return ""
-        self._known.add(id(model))
+        self._named.add(id(model))
         kind = type(model).__name__
         of_kind = sum(name.partition("#")[0] == kind for name in self.models)
         name = f"{kind}#{of_kind + 1}" if of_kind else kind
@@ -39,8 +39,8 @@ class StateNames:
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the optimizer's number; a new optimizer gets the next one."""
-        for number, known in enumerate(self.optimizers):
-            if known is optimizer:
+        for number, numbered in enumerate(self.optimizers):
+            if numbered is optimizer:
                 return number
         self.optimizers.append(optimizer)
         return len(self.optimizers) - 1
@@ -52,9 +52,9 @@ class StateNames:
             for path, parameter in module.named_parameters():
                 named.setdefault(id(parameter), (f"{model}.{path}", parameter))
         for number, optimizer in enumerate(self.optimizers):
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            for place, tensor in enumerate(held):
-                named.setdefault(id(tensor), (f"optimizer {number}, parameter {place}", tensor))
+            optimizer_parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            for index, tensor in enumerate(optimizer_parameters):
+                named.setdefault(id(tensor), (f"optimizer {number}, parameter {index}", tensor))
         return dict(named.values())
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ class StateNames:
 
 def weights(names: StateNames, label: str = WEIGHT) -> dict[str, torch.Tensor]:
     """Return the parameters as `weight: Net.fc.bias`. With `BEFORE`, as before a step that the backward made."""
-    before = (step_in_backward.looked_into or {}) if label is BEFORE else {}
+    before = (step_in_backward.inspected or {}) if label is BEFORE else {}
     return {
         f"{label}: {name}": before[id(parameter)][0] if id(parameter) in before else parameter.detach()
         for name, parameter in names.parameters().items()
@@ -77,14 +77,14 @@ def weights(names: StateNames, label: str = WEIGHT) -> dict[str, torch.Tensor]:
 
 def gradients(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the gradients, including those that a step inside the backward has already used."""
-    spent = step_in_backward.looked_into or {}
-    found = {}
+    spent = step_in_backward.inspected or {}
+    named = {}
     for name, parameter in names.parameters().items():
         if id(parameter) in spent:
-            found[f"{GRADIENT}: {name}"] = spent[id(parameter)][1]
+            named[f"{GRADIENT}: {name}"] = spent[id(parameter)][1]
         elif parameter.grad is not None:
-            found[f"{GRADIENT}: {name}"] = parameter.grad.detach()
-    return found
+            named[f"{GRADIENT}: {name}"] = parameter.grad.detach()
+    return named
 
 
 def buffers(names: StateNames) -> dict[str, torch.Tensor]:
@@ -95,32 +95,32 @@ def buffers(names: StateNames) -> dict[str, torch.Tensor]:
 def optimizer_state(names: StateNames) -> dict[str, torch.Tensor]:
     """Return the optimizers' state of each parameter, numbers as tensors."""
     by_id = {id(parameter): name for name, parameter in names.parameters().items()}
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     for optimizer in names.optimizers:
-        for parameter, kept in optimizer.state.items():
-            if not isinstance(kept, dict):
+        for parameter, parameter_state in optimizer.state.items():
+            if not isinstance(parameter_state, dict):
                 continue
             name = by_id.get(id(parameter), "?")
-            for key, value in kept.items():
+            for key, value in parameter_state.items():
                 if isinstance(value, torch.Tensor):
-                    found[f"{STATE}: {name}, {key}"] = value.detach()
+                    named[f"{STATE}: {name}, {key}"] = value.detach()
                 elif isinstance(value, int | float):
-                    found[f"{STATE}: {name}, {key}"] = torch.tensor(float(value), dtype=torch.float64)
-    return found
+                    named[f"{STATE}: {name}, {key}"] = torch.tensor(float(value), dtype=torch.float64)
+    return named
 
 
 # A technique may choose another kernel: whether it computes the same shows in the tensors, not in these options.
-_HOW_NOT_WHAT = ("params", "fused", "foreach", "capturable")
+_KERNEL_CHOICES = ("params", "fused", "foreach", "capturable")
 
 
 def options_of(names: StateNames) -> dict[str, str]:
     """Return the options of each optimizer's groups as text: rates, decay, number of parameters."""
     texts = {}
     for number, optimizer in enumerate(names.optimizers):
-        for place, group in enumerate(optimizer.param_groups):
-            plain = {key: _plain(value) for key, value in group.items() if key not in _HOW_NOT_WHAT}
-            texts[f"options of optimizer {number}, group {place}"] = repr(
-                (sorted(plain.items(), key=lambda item: str(item[0])), len(group["params"]))
+        for index, group in enumerate(optimizer.param_groups):
+            values = {key: _plain(value) for key, value in group.items() if key not in _KERNEL_CHOICES}
+            texts[f"options of optimizer {number}, group {index}"] = repr(
+                (sorted(values.items(), key=lambda item: str(item[0])), len(group["params"]))
             )
     return texts
 
@@ -132,15 +132,19 @@ def random_states() -> dict[str, str]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for device, state in enumerate(torch.cuda.get_rng_state_all()):
             states[f"torch on cuda:{device}"] = state.numpy().tobytes()
-    return {f"random state of {name}": _short(repr(kept).encode()) for name, kept in states.items() if kept is not None}
+    return {
+        f"random state of {name}": _short(repr(content).encode())
+        for name, content in states.items()
+        if content is not None
+    }
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape and bits, whatever its strides."""
-    whole = hashlib.blake2b(digest_size=_DIGEST)
-    for part in bits(tensor):
-        whole.update(part)
-    return whole.hexdigest()
+    hasher = hashlib.blake2b(digest_size=_DIGEST)
+    for chunk in bits(tensor):
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def bits(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
@@ -166,7 +170,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if callable(to_local) else tensor
 
 
-def kept(tensor: torch.Tensor) -> torch.Tensor:
+def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached copy on the CPU. Sparse tensors stay sparse."""
     tensor = local(tensor).detach()
     if tensor.is_sparse:

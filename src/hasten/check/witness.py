@@ -51,16 +51,16 @@ class Witness:
         self.failed = ""  # error of the check itself
         self._leave = leave
         self._losses: list[torch.Tensor] = []
-        self._before: dict[str, torch.Tensor] = {}
+        self._weights_before: dict[str, torch.Tensor] = {}
         self._gradients: dict[str, torch.Tensor] | None = None
         self._counts = {"batch": 0, "step": 0, "validation": 0}
         self._step_bytes = 0
         self._stride = 1
-        self.first: dict[str, Any] | None = None  # the first difference
-        self.measured: list[dict[str, Any]] = []  # for each moment with values: name -> result of `far`
+        self.first_difference: dict[str, Any] | None = None  # the first difference
+        self.measured: list[dict[str, Any]] = []  # for each moment with values: name -> result of `measure_difference`
         self.moved: dict[str, str] = {}  # random stream -> place of its first difference
         self.roundoff = 2.0**-23  # of the narrowest dtype that the script itself computes in
-        self.read: set[str] = set()  # files of an earlier run that the script opened
+        self.files_read: set[str] = set()  # files of an earlier run that the script opened
 
     # -- events of the training ----------------------------------------------------------------------------
 
@@ -74,9 +74,9 @@ class Witness:
         leaves, texts["form of the batch"] = parts(batch)
         for number, leaf in enumerate(leaves):
             digests.update(_samples(number, leaf))
-        moment = Moment("batch", self._place("batch", f"of {loader}"), texts, digests)
+        moment = Moment("batch", self._next_place("batch", f"of {loader}"), texts, digests)
         if self.records:
-            moment.carried, moment.random = _carried(batch), rng.state()
+            moment.carried, moment.random = _pickled(batch), rng.state()
             self.track.write(moment)
             return batch
         return self._follow(moment, batch)
@@ -90,37 +90,41 @@ class Witness:
     def after_backward(self) -> None:
         """Note a step if there is no optimizer: then the training updates its weights by hand after each backward."""
         if not self.names.optimizers:
-            self._before = {}
+            self._weights_before = {}
             self.after_step(None)
 
     def before_step(self, closure: bool) -> None:
         """Note weights and gradients before a step. With a closure, gradients exist only after it."""
-        self._before = {name: state.kept(value) for name, value in state.weights(self.names, state.BEFORE).items()}
-        self._gradients = None if closure else self._kept(state.gradients(self.names))
+        self._weights_before = {
+            name: state.cpu_copy(value) for name, value in state.weights(self.names, state.BEFORE).items()
+        }
+        self._gradients = None if closure else self._cpu_copies(state.gradients(self.names))
 
     def after_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Note the state after an optimizer's step; None in a training without an optimizer."""
         gradients = self._gradients
-        values = dict(self._before)
-        values.update(gradients if gradients is not None else self._kept(state.gradients(self.names)))
+        values = dict(self._weights_before)
+        values.update(gradients if gradients is not None else self._cpu_copies(state.gradients(self.names)))
         values.update({f"loss: {number}": loss.cpu() for number, loss in enumerate(self._losses)})
-        values.update(self._kept(state.weights(self.names)))
-        values.update(self._kept(state.buffers(self.names)))
-        values.update(self._kept(state.optimizer_state(self.names)))
-        self._losses, self._before, self._gradients = [], {}, None
+        values.update(self._cpu_copies(state.weights(self.names)))
+        values.update(self._cpu_copies(state.buffers(self.names)))
+        values.update(self._cpu_copies(state.optimizer_state(self.names)))
+        self._losses, self._weights_before, self._gradients = [], {}, None
         texts = {**state.random_states(), **state.options_of(self.names)}
         several = optimizer is not None and len(self.names.optimizers) > 1
         which = f"of optimizer {self.names.number(optimizer)}" if several and optimizer is not None else ""
-        self._note(Moment("step", self._place("step", which), texts, values=values))
+        self._note(Moment("step", self._next_place("step", which), texts, values=values))
 
     def validation(self, model: torch.nn.Module, output: Any) -> None:
         """Note a model's output in eval mode or without gradients."""
         leaves, form = parts(output)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        name = next((name for name, known in self.names.models.items() if known is model), type(model).__name__)
-        values = {f"output {number} of {name}": state.kept(_sparsely(tensor)) for number, tensor in enumerate(tensors)}
+        name = next((name for name, module in self.names.models.items() if module is model), type(model).__name__)
+        values = {
+            f"output {number} of {name}": state.cpu_copy(_subsampled(tensor)) for number, tensor in enumerate(tensors)
+        }
         texts = {"form of the output": form}
-        self._note(Moment("validation", self._place("validation", f"of {name}"), texts, values=values))
+        self._note(Moment("validation", self._next_place("validation", f"of {name}"), texts, values=values))
 
     def end(self, cut: bool) -> None:
         """Note the final state, and write the result. `cut`: the check's bounds ended the run."""
@@ -131,7 +135,7 @@ class Witness:
             self.active = False  # a launcher, whose child process has trained and written a result
             return
         self._leave = lambda: None  # the process is ending anyway, with its own exit code
-        values = {**self._kept(state.weights(self.names)), **self._kept(state.buffers(self.names))}
+        values = {**self._cpu_copies(state.weights(self.names)), **self._cpu_copies(state.buffers(self.names))}
         with contextlib.suppress(Diverged):
             self._note(Moment("end", "the end", state.random_states(), values=values, cut=cut))
         self.finish()
@@ -141,18 +145,18 @@ class Witness:
         self.active = False
         if self.records:
             self.track.close()
-        seen = {
+        result = {
             "pid": os.getpid(),
             "failed": self.failed,
-            "first": self.first,
+            "first": self.first_difference,
             "moved": self.moved,
             "counts": self._counts,
             "measured": self.measured,
             "roundoff": self.roundoff,
             "stride": self._stride,
-            "read": sorted(self.read),
+            "read": sorted(self.files_read),
         }
-        write_whole(self.options.result, json.dumps(seen), durable=False)
+        write_whole(self.options.result, json.dumps(result), durable=False)
 
     def computes_in(self, dtype: torch.dtype) -> None:
         """Note a dtype in which a model computes."""
@@ -201,99 +205,107 @@ class Witness:
             return True
         if not self._step_bytes:
             self._step_bytes = sum(value.nbytes for value in moment.values.values() if not value.is_sparse)
-            whole = self._step_bytes * self.options.expected_steps
-            self._stride = max(1, -(-whole // self.options.most_bytes))
+            track_bytes = self._step_bytes * self.options.expected_steps
+            self._stride = max(1, -(-track_bytes // self.options.most_bytes))
         return (self._counts["step"] - 1) % self._stride == 0
 
     def _follow(self, moment: Moment, batch: Any) -> Any:
-        theirs = self.track.read()
-        if theirs is not None and theirs.kind == "end" != moment.kind and theirs.cut:
+        recorded = self.track.read()
+        if recorded is not None and recorded.kind == "end" != moment.kind and recorded.cut:
             self._quit()  # the check's bounds ended the plain run at an earlier moment
-        if theirs is None or theirs.kind != moment.kind:
-            plain = "it has ended" if theirs is None else theirs.place
-            self._part(moment.place, "course of the training", f"as it is: {plain}; under the plan: {moment.place}")
-        assert theirs is not None
-        self._compare_texts(moment, theirs)
-        if self.options.redraws and theirs.random is not None:
-            rng.restore(theirs.random)
+        if recorded is None or recorded.kind != moment.kind:
+            recorded_place = "it has ended" if recorded is None else recorded.place
+            self._note_difference(
+                moment.place, "course of the training", f"as it is: {recorded_place}; under the plan: {moment.place}"
+            )
+        assert recorded is not None
+        self._compare_texts(moment, recorded)
+        if self.options.redraws and recorded.random is not None:
+            rng.restore(recorded.random)
         if moment.kind == "batch":
-            return self._follow_batch(moment, theirs, batch)
+            return self._follow_batch(moment, recorded, batch)
         if self.options.exact:
-            self._compare_bits(moment, theirs)
+            self._compare_bits(moment, recorded)
         elif (values := self.track.values()) is not None:
             self._measure(moment, values)
             self._go_on_from(values)
         return None
 
-    def _compare_texts(self, moment: Moment, theirs: Moment) -> None:
-        for name in (*theirs.texts, *(name for name in moment.texts if name not in theirs.texts)):
-            mine, plain = moment.texts.get(name, "nothing"), theirs.texts.get(name, "nothing")
-            if mine == plain:
+    def _compare_texts(self, moment: Moment, recorded: Moment) -> None:
+        for name in (*recorded.texts, *(name for name in moment.texts if name not in recorded.texts)):
+            plan_text, plain_text = moment.texts.get(name, "nothing"), recorded.texts.get(name, "nothing")
+            if plan_text == plain_text:
                 continue
             if self.options.redraws and name.startswith(("random state", "form of the batch")):
                 self.moved.setdefault(name, moment.place)
                 continue
-            differs = "drew other numbers" if name.startswith("random") else f"as it is {plain}; under the plan {mine}"
-            self._part(moment.place, name, differs)
+            how = (
+                "drew other numbers"
+                if name.startswith("random")
+                else f"as it is {plain_text}; under the plan {plan_text}"
+            )
+            self._note_difference(moment.place, name, how)
 
-    def _follow_batch(self, moment: Moment, theirs: Moment, batch: Any) -> Any:
-        differing = [name for name, digest in theirs.digests.items() if moment.digests.get(name) != digest]
+    def _follow_batch(self, moment: Moment, recorded: Moment, batch: Any) -> Any:
+        differing = [name for name, digest in recorded.digests.items() if moment.digests.get(name) != digest]
         if not differing:
             return batch
         if not self.options.redraws:
-            self._part(moment.place, differing[0], "other values")
+            self._note_difference(moment.place, differing[0], "other values")
         self.moved.setdefault(differing[0].partition(" of ")[0], moment.place)
-        if theirs.carried is None:
+        if recorded.carried is None:
             self.failed = self.failed or "batches are too large, or of a kind, that cannot be carried over"
             return batch
-        return pickle.loads(theirs.carried)
+        return pickle.loads(recorded.carried)
 
-    def _compare_bits(self, moment: Moment, theirs: Moment) -> None:
-        names = (*theirs.digests, *(name for name in moment.digests if name not in theirs.digests))
+    def _compare_bits(self, moment: Moment, recorded: Moment) -> None:
+        names = (*recorded.digests, *(name for name in moment.digests if name not in recorded.digests))
         for name in names:
-            mine, plain = moment.digests.get(name), theirs.digests.get(name)
-            if mine == plain:
+            plan_digest, plain_digest = moment.digests.get(name), recorded.digests.get(name)
+            if plan_digest == plain_digest:
                 continue
-            if mine is None or plain is None:
-                self._part(moment.place, name, "there only as it is" if mine is None else "there only under the plan")
+            if plan_digest is None or plain_digest is None:
+                self._note_difference(
+                    moment.place, name, "there only as it is" if plan_digest is None else "there only under the plan"
+                )
             difference = "other bits"
             if moment.values is not None and (values := self.track.values()) is not None:
-                difference = _words_of(far(moment.values[name], values[name]))
-            self._part(moment.place, name, difference)
+                difference = _difference_in_words(measure_difference(moment.values[name], values[name]))
+            self._note_difference(moment.place, name, difference)
 
-    def _measure(self, moment: Moment, theirs: dict[str, torch.Tensor]) -> None:
-        mine = moment.values or {}
+    def _measure(self, moment: Moment, recorded_values: dict[str, torch.Tensor]) -> None:
+        plan_values = moment.values or {}
         apart: dict[str, Any] = {}
-        for name, plain in theirs.items():
-            if name not in mine:
-                self._part(moment.place, name, "there only as it is")
-            start = self._reference_before(name, theirs)
-            own_start = None if start is None else mine.get(name.replace(state.WEIGHT, state.BEFORE, 1))
-            apart[name] = far(mine[name], plain, own_start, start)
-        if extra := next((name for name in mine if name not in theirs), None):
-            self._part(moment.place, extra, "there only under the plan")
+        for name, plain_value in recorded_values.items():
+            if name not in plan_values:
+                self._note_difference(moment.place, name, "there only as it is")
+            plain_before = self._reference_before(name, recorded_values)
+            plan_before = None if plain_before is None else plan_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
+            apart[name] = measure_difference(plan_values[name], plain_value, plan_before, plain_before)
+        if extra := next((name for name in plan_values if name not in recorded_values), None):
+            self._note_difference(moment.place, extra, "there only under the plan")
         self.measured.append({"kind": moment.kind, "place": moment.place, "apart": apart})
 
     @staticmethod
-    def _reference_before(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def _reference_before(name: str, recorded_values: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Return a weight's value before the step, as a weight is judged by how far the step moved it; else None."""
         if not name.startswith(f"{state.WEIGHT}: "):
             return None
-        return theirs.get(name.replace(state.WEIGHT, state.BEFORE, 1))
+        return recorded_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
 
-    def _go_on_from(self, theirs: dict[str, torch.Tensor]) -> None:
+    def _go_on_from(self, recorded_values: dict[str, torch.Tensor]) -> None:
         """Take over the track's weights, buffers and optimizer state, so that the next step is judged by itself."""
-        mine = {**state.weights(self.names), **state.buffers(self.names), **state.optimizer_state(self.names)}
+        current = {**state.weights(self.names), **state.buffers(self.names), **state.optimizer_state(self.names)}
         with torch.no_grad():
-            for name, value in mine.items():
-                if name in theirs and value.shape == theirs[name].shape and not value.is_sparse:
+            for name, value in current.items():
+                if name in recorded_values and value.shape == recorded_values[name].shape and not value.is_sparse:
                     # Equal tensors are not written to: a graph may still need them (a GAN's generator while the
                     # discriminator steps), and its backward would refuse a tensor that was changed in place.
-                    if not torch.equal(state.local(value), theirs[name].to(value.device)):
-                        state.local(value).copy_(theirs[name])
+                    if not torch.equal(state.local(value), recorded_values[name].to(value.device)):
+                        state.local(value).copy_(recorded_values[name])
 
-    def _part(self, place: str, what: str, how: str) -> None:
-        self.first = self.first or {"place": place, "what": what, "how": how}
+    def _note_difference(self, place: str, what: str, how: str) -> None:
+        self.first_difference = self.first_difference or {"place": place, "what": what, "how": how}
         self._quit()
 
     def _quit(self) -> None:
@@ -303,54 +315,57 @@ class Witness:
 
     # -- helpers ----------------------------------------------------------------------------------------------
 
-    def _place(self, kind: str, of: str) -> str:
+    def _next_place(self, kind: str, suffix: str) -> str:
         self._counts[kind] += 1
-        words = {"batch": "batch", "step": "optimizer step", "validation": "validation forward"}[kind]
-        return f"{words} {self._counts[kind]} {of}".strip()
+        label = {"batch": "batch", "step": "optimizer step", "validation": "validation forward"}[kind]
+        return f"{label} {self._counts[kind]} {suffix}".strip()
 
     @staticmethod
-    def _kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: state.kept(value) for name, value in tensors.items()}
+    def _cpu_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: state.cpu_copy(value) for name, value in tensors.items()}
 
 
-def far(
-    mine: torch.Tensor, plain: torch.Tensor, my_start: torch.Tensor | None = None, start: torch.Tensor | None = None
+def measure_difference(
+    plan: torch.Tensor,
+    plain: torch.Tensor,
+    plan_start: torch.Tensor | None = None,
+    plain_start: torch.Tensor | None = None,
 ) -> tuple[float, float, float, float]:
-    """Return how far two tensors are apart. With `start`, compare their changes since then.
+    """Return how far two tensors are apart. With `plain_start`, compare their changes since then.
 
     Returns:
         The norm of the difference; the norm of the plain side; the relative excess of the plan's side in the plain
         side's direction (-0.1 for 0.9 of a gradient); the norm of the whole plain tensor.
     """
-    if mine.shape != plain.shape:
+    if plan.shape != plain.shape:
         return float("inf"), 0.0, float("inf"), 0.0
-    a, b = _wide(mine), _wide(plain)
-    whole = size = float(b.norm())
-    if not math.isfinite(whole):
-        whole = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
-    if start is not None and my_start is not None:
-        a, b = a - _wide(my_start), b - _wide(start)
-        size = float(b.norm())
-    apart = a - b
-    gap = float(apart.norm())
-    if not math.isfinite(gap + size):  # an element is not finite, or its square overflows
+    a, b = _flat_float64(plan), _flat_float64(plain)
+    whole_norm = norm = float(b.norm())
+    if not math.isfinite(whole_norm):
+        whole_norm = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
+    if plain_start is not None and plan_start is not None:
+        a, b = a - _flat_float64(plan_start), b - _flat_float64(plain_start)
+        norm = float(b.norm())
+    difference = a - b
+    difference_norm = float(difference.norm())
+    if not math.isfinite(difference_norm + norm):  # an element is not finite, or its square overflows
         finite = torch.isfinite(b)
         if not torch.equal(torch.isfinite(a), finite):
-            return float("inf"), whole, float("inf"), whole
-        b, apart = b[finite], (a - b)[finite]
-        gap, size = float(apart.norm()), float(b.norm())
-    along = float(apart @ b) / size**2 if size > 0 else 0.0
-    return gap, size, along, whole
+            return float("inf"), whole_norm, float("inf"), whole_norm
+        b, difference = b[finite], (a - b)[finite]
+        difference_norm, norm = float(difference.norm()), float(b.norm())
+    along = float(difference @ b) / norm**2 if norm > 0 else 0.0
+    return difference_norm, norm, along, whole_norm
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _flat_float64(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.to(torch.float64).reshape(-1)
 
 
-def _words_of(apart: tuple[float, float, float, float]) -> str:
+def _difference_in_words(apart: tuple[float, float, float, float]) -> str:
     difference, size, _, _ = apart
     if size > 0:
         return f"differs by {difference / size:.2g} of its size"
@@ -361,18 +376,18 @@ def _samples(number: int, leaf: Any) -> dict[str, str]:
     """Return digests of a part of a batch, sample by sample, so that the first difference can be named."""
     if isinstance(leaf, torch.Tensor):
         if leaf.dim() and 0 < len(leaf) <= 65536 and not leaf.is_sparse:
-            return {f"sample {place} of part {number}": state.digest(row) for place, row in enumerate(leaf)}
+            return {f"sample {index} of part {number}": state.digest(row) for index, row in enumerate(leaf)}
         return {f"part {number}": state.digest(leaf)}
     return {f"part {number}": repr(leaf)} if isinstance(leaf, int | float | str | bytes | None) else {}
 
 
-def _sparsely(tensor: torch.Tensor) -> torch.Tensor:
+def _subsampled(tensor: torch.Tensor) -> torch.Tensor:
     """Return every n-th element of a large output."""
     flat = tensor.reshape(-1)
     return tensor if flat.numel() <= _MOST_OF_AN_OUTPUT else flat[:: flat.numel() // _MOST_OF_AN_OUTPUT + 1]
 
 
-def _carried(batch: Any) -> bytes | None:
+def _pickled(batch: Any) -> bytes | None:
     try:
         packed = pickle.dumps(batch, protocol=5)
     except Exception:  # a batch that cannot be pickled is not stored; reported if it turns out to be needed

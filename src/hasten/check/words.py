@@ -18,37 +18,37 @@ _LEVELS = {
 }
 
 
-def answer(found: CheckResult) -> str:
+def answer(result: CheckResult) -> str:
     """Return the answer in one line."""
-    if not found.plan:
+    if not result.plan:
         return "Nothing to check: the plan is empty."
-    if found.ok is None:
+    if result.ok is None:
         return "Not known: whether the plan changes the training could not be found out."
-    return f"The plan changes {'no more' if found.ok else 'the training more'} than its techniques may."
+    return f"The plan changes {'no more' if result.ok else 'the training more'} than its techniques may."
 
 
-def reason(found: CheckResult) -> list[str]:
+def reason(result: CheckResult) -> list[str]:
     """Return the first difference and the techniques to blame, a line each; [] if nothing differs."""
-    first = found.first
-    lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and found.ok is False else []
-    if found.culprits:
-        together = " together" if len(found.culprits) > 1 else ""
-        lines.append(f"It is {' and '.join(found.culprits)}{together}; take it out of the plan.")
+    first = result.first
+    lines = [f"{first.place}: {first.what}: {first.how}"] if first is not None and result.ok is False else []
+    if result.culprits:
+        together = " together" if len(result.culprits) > 1 else ""
+        lines.append(f"It is {' and '.join(result.culprits)}{together}; take it out of the plan.")
     return lines
 
 
-def runs(found: CheckResult) -> list[tuple[str, str, bool]]:
+def runs(result: CheckResult) -> list[tuple[str, str, bool]]:
     """Return for each run its plan, its outcome, and whether that is good."""
-    ways = [("", run) for run in found.runs] + [(f"{way}: ", run) for way, run in found.resumed]
-    return [(f"{way}{_plan(run)}", _outcome(run), bool(run.ok)) for way, run in ways]
+    labelled = [("", run) for run in result.runs] + [(f"{label}: ", run) for label, run in result.resumed]
+    return [(f"{label}{_plan(run)}", _outcome(run), bool(run.ok)) for label, run in labelled]
 
 
-def remarks(found: CheckResult) -> list[str]:
+def remarks(result: CheckResult) -> list[str]:
     """Return further remarks, a line each."""
-    lines = [f"saved differently: {file}: {how}" for file, how in found.files]
-    for run in found.runs:
+    lines = [f"saved differently: {file}: {how}" for file, how in result.files]
+    for run in result.runs:
         lines += [f"moved, as such a plan may: {stream}, from {place} on" for stream, place in run.moved.items()]
-    return [*lines, *found.notes]
+    return [*lines, *result.notes]
 
 
 def _plan(run: RunComparison) -> str:

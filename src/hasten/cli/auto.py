@@ -26,4 +26,4 @@ def options_of(command: list[str], auto: bool, out: Path, replay: Path | None) -
     schedule = new_files(out)
     epochs = epochs_named(command)
     known = epochs[0] if epochs else None
-    return AutoOptions(str(out.absolute()), str(schedule.absolute()), known, shown=str(out), root=os.getpid())
+    return AutoOptions(str(out.absolute()), str(schedule.absolute()), known, plan_shown_as=str(out), root=os.getpid())

@@ -63,15 +63,15 @@ def batch(
     say = messages.timed()
     with scratch_folder() as scratch:
         attempts = Attempts(arguments, tuple(command), scratch, limit, timeout, argument, on_gpu)
-        found = search(attempts, value, say)
+        result = search(attempts, value, say)
         stopped = False
         if at:
             try:
-                found.critical = critical_batch(attempts, found.own, found.samples, at, say)
+                result.critical = critical_batch(attempts, result.own, result.samples, at, say)
             except KeyboardInterrupt:  # keep and show the sizes found before
-                found.critical, stopped = CriticalBatch((), "stopped by Ctrl-C"), True
-    typer.echo("\n".join(lines(found)))
+                result.critical, stopped = CriticalBatch((), "stopped by Ctrl-C"), True
+    typer.echo("\n".join(lines(result)))
     if json is not None:
-        files.write_whole(json, (json_format.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
+        files.write_whole(json, (json_format.dumps(as_json(result, tuple(command)), indent=1) + "\n").encode())
     if stopped:
         raise typer.Exit(130)

@@ -52,10 +52,10 @@ def check(
     if json_file is not None:
         files.check_target(json_file, "the answer", _is_answer)
     options = CheckOptions(batches, epochs, resume=None if resume is None else tuple(resume_arguments(resume)))
-    found = check_training(arguments, command, chosen.techniques, options, messages.timed())
+    result = check_training(arguments, command, chosen.techniques, options, messages.timed())
     if json_file is not None:
-        text = json.dumps({"schema": _SCHEMA, **found.as_json()}, indent=1, allow_nan=False) + "\n"
+        text = json.dumps({"schema": _SCHEMA, **result.as_json()}, indent=1, allow_nan=False) + "\n"
         files.write_own(json_file, text, "the answer", _is_answer)
-    check_terminal.show(found, Console())
-    if found.ok is not True:
-        raise typer.Exit(1 if found.ok is False else 3)
+    check_terminal.show(result, Console())
+    if result.ok is not True:
+        raise typer.Exit(1 if result.ok is False else 3)

@@ -49,12 +49,12 @@ def without_python(command: list[str]) -> list[str]:
     """
     if len(command) < 2 or not re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         return command
-    found, own = shutil.which(command[0]), Path(sys.executable)
-    if (command[1].startswith("-") and command[1] != "-m") or not found:
+    executable, own = shutil.which(command[0]), Path(sys.executable)
+    if (command[1].startswith("-") and command[1] != "-m") or not executable:
         return command
     # Environments created from the same Python link to one file, so the folders must be equal too.
-    here = Path(found).parent.resolve() == own.parent.resolve()
-    return command[1:] if here and Path(found).resolve() == own.resolve() else command
+    here = Path(executable).parent.resolve() == own.parent.resolve()
+    return command[1:] if here and Path(executable).resolve() == own.resolve() else command
 
 
 def process_arguments(command: list[str], verb: str = "run") -> list[str]:
@@ -86,14 +86,16 @@ def process_arguments(command: list[str], verb: str = "run") -> list[str]:
         )
     if (path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK))) or (path / "__main__.py").is_file():
         return [sys.executable, *command]
-    found = shutil.which(first) or shutil.which(first, path=str(Path(sys.executable).parent))  # torchrun of this venv
+    executable = shutil.which(first) or shutil.which(
+        first, path=str(Path(sys.executable).parent)
+    )  # torchrun of this venv
     folder_alone = path.is_dir() and len(command) == 1  # not a launcher: a launcher is given a script to start
-    if ("/" not in first and first.endswith(".py")) or not found or folder_alone:
+    if ("/" not in first and first.endswith(".py")) or not executable or folder_alone:
         if path.is_dir():
             raise HastenError(f"{first} is a folder without a __main__.py", "name the script in it")
-        near = [str(found) for found in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
+        near = [str(script) for script in Path(path.parent).glob("*.py")] if path.parent.is_dir() else []
         raise HastenError(f"no such script: {first}", did_you_mean(first, near) or f"looked in {Path.cwd()}")
-    return [found, *command[1:]]
+    return [executable, *command[1:]]
 
 
 def script_of(command: list[str]) -> Path | None:

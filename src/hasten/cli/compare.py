@@ -47,15 +47,15 @@ def compare(
         files.check_target(json_file, "the comparison", files.json_of(doctor.SCHEMA))
     runs = read(before), read(after)
     with makes_sense(Path(f"{before} or {after}")):
-        found = doctor.compare(*runs)
-        comparison.show(found, Console())
+        comparison_result = doctor.compare(*runs)
+        comparison.show(comparison_result, Console())
     if json_file is not None:
-        text = json.dumps(found.as_json(), indent=1, allow_nan=False)
+        text = json.dumps(comparison_result.as_json(), indent=1, allow_nan=False)
         files.write_own(json_file, text, "the comparison", files.json_of(doctor.SCHEMA))
     if limit is None:
         return
-    slower = found.slower(limit)
-    comparison.judge(found, limit, slower, Console())
+    slower = comparison_result.slower(limit)
+    comparison.judge(comparison_result, limit, slower, Console())
     if slower:
         raise typer.Exit(1)
 

@@ -74,7 +74,7 @@ def _files(conversion: Conversion) -> str:
     return words.count(conversion.resumed, "file")
 
 
-def _with_a_bar(conversion: Conversion, what: str, total: int | None) -> None:
+def _with_a_bar(conversion: Conversion, noun: str, total: int | None) -> None:
     """Convert, with a progress bar on a terminal, or a line per finished file elsewhere."""
     if messages.is_terminal(sys.stderr):
         from rich.console import Console
@@ -89,16 +89,16 @@ def _with_a_bar(conversion: Conversion, what: str, total: int | None) -> None:
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            task = bar.add_task(what, total=total, completed=conversion.records)
+            task = bar.add_task(noun, total=total, completed=conversion.records)
             conversion.run(lambda records: bar.update(task, completed=records))
         return
-    shown = conversion.resumed
+    files_shown = conversion.resumed
 
     def tell(records: int) -> None:
-        nonlocal shown
-        if conversion.resumed > shown:
-            shown = conversion.resumed
-            of = f" of {total:,}" if total else ""
-            messages.tell(f"hasten: {records:,}{of} {what}, {_files(conversion)} finished")
+        nonlocal files_shown
+        if conversion.resumed > files_shown:
+            files_shown = conversion.resumed
+            of_total = f" of {total:,}" if total else ""
+            messages.tell(f"hasten: {records:,}{of_total} {noun}, {_files(conversion)} finished")
 
     conversion.run(tell)

@@ -123,5 +123,5 @@ def _run(command: list[str], how: RunOptions, wide: Devices, options: RankOption
 
 def _visible(indices: list[int]) -> tuple[str, ...]:
     """Return the CUDA_VISIBLE_DEVICES entry of each GPU: an index, or what the variable already has for it (a UUID)."""
-    shown = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    return tuple(shown[index] if shown else str(index) for index in indices)
+    visible = [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+    return tuple(visible[index] if visible else str(index) for index in indices)

@@ -45,16 +45,16 @@ class DoctorCommand(ScriptCommand):
 
 def _options_first(words: Sequence[str], with_value: set[str]) -> list[str]:
     """Return the words with all options, and their values, in front."""
-    options, others = [], []
-    left = iter(words)
-    for word in left:
+    options, arguments = [], []
+    remaining = iter(words)
+    for word in remaining:
         if not word.startswith("-"):
-            others.append(word)
+            arguments.append(word)
             continue
         options.append(word)
         if word in with_value and "=" not in word:
-            options += [value for value in (next(left, None),) if value is not None]
-    return [*options, *others]
+            options += [value for value in (next(remaining, None),) if value is not None]
+    return [*options, *arguments]
 
 
 def doctor(

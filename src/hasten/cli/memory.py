@@ -42,7 +42,7 @@ def check_memory(memory: str, asked: frozenset[str]) -> Limit | None:
     if alone := [name for name in _WITHOUT if name in asked]:
         option = f"--{alone[0].replace('_', '-')}"
         raise HastenError(f"{option} means nothing with --memory", "leave it out: plans are tried until one fits there")
-    return limit.asked(size, this_machine().device == "cuda")
+    return limit.limit_of(size, this_machine().device == "cuda")
 
 
 def fit_into(
@@ -73,14 +73,14 @@ def fit_into(
     from hasten.batch.attempt import Attempts
     from hasten.child import scratch_folder
     from hasten.evidence import this_machine
-    from hasten.memory_search.limit import standing
+    from hasten.memory_search.limit import limit_in_force
     from hasten.memory_search.savings import savings_for
     from hasten.memory_search.search import find_plan
     from hasten.memory_search.words import SCHEMA, as_json, lines, plan_of
 
     machine = this_machine()
     on_gpu = machine.device == "cuda"
-    limit = limit or standing(on_gpu)
+    limit = limit or limit_in_force(on_gpu)
     figures = out.with_name("hasten-memory.json" if out.name == DEFAULT_NAME else f"{out.stem}-memory.json")
     fix = "name another file with --out FILE"
     check_target(out, "the plan", None, fix)
@@ -91,11 +91,11 @@ def fit_into(
     with scratch_folder() as scratch:
         timeout = max(_LEAST, budget / 2)
         attempts = Attempts(arguments, tuple(command), scratch, limit.room, timeout, on_gpu=on_gpu, bounds=limit.bounds)
-        found = find_plan(attempts, limit, savings_for(machine, only), say, until, ran_out)
-    if found.chosen.plan:
+        result = find_plan(attempts, limit, savings_for(machine, only), say, until, ran_out)
+    if result.chosen.plan:
         keep_former(out)
-        plan_of(found, tuple(command), machine, version("torch")).write(out)
-    write_whole(figures, (json.dumps(as_json(found, tuple(command)), indent=1) + "\n").encode())
-    typer.echo("\n".join([*lines(found, tuple(command), str(out)), f"figures: {figures}"]))
-    if found.interrupted:
+        plan_of(result, tuple(command), machine, version("torch")).write(out)
+    write_whole(figures, (json.dumps(as_json(result, tuple(command)), indent=1) + "\n").encode())
+    typer.echo("\n".join([*lines(result, tuple(command), str(out)), f"figures: {figures}"]))
+    if result.interrupted:
         raise typer.Exit(130)

@@ -248,16 +248,16 @@ def follow(number: int, log: Path, say: Callable[[str], None]) -> int:
         time.sleep(_LOOK)
 
 
-def _tell_further(log: Path, heard: int, say: Callable[[str], None]) -> int:
-    """Print what was added to the log after `heard` bytes; return its new length."""
+def _tell_further(log: Path, offset: int, say: Callable[[str], None]) -> int:
+    """Print what was added to the log after `offset` bytes; return its new length."""
     if not log.is_file():
-        return heard
+        return offset
     with log.open("rb") as file:
-        file.seek(heard)
-        new = file.read()
-    if new:
-        say(new.decode(errors="replace"))
-    return heard + len(new)
+        file.seek(offset)
+        content = file.read()
+    if content:
+        say(content.decode(errors="replace"))
+    return offset + len(content)
 
 
 def state_of(number: int) -> tuple[str, int]:
@@ -269,13 +269,13 @@ def state_of(number: int) -> tuple[str, int]:
         HastenError: SLURM does not know the job.
     """
     ask = ["scontrol", "--oneliner", "show", "job", str(number)]
-    done = subprocess.run(ask, check=False, capture_output=True, text=True)
-    state = re.search(r"JobState=(\w+)", done.stdout)
-    if state is None and "Invalid job id" not in done.stderr:
+    answer = subprocess.run(ask, check=False, capture_output=True, text=True)
+    state = re.search(r"JobState=(\w+)", answer.stdout)
+    if state is None and "Invalid job id" not in answer.stderr:
         return _UNKNOWN, 1
     if state is None:
         raise HastenError(f"SLURM does not know job {number} any more", "`sacct -j` may; its log says how it ended")
-    code = re.search(r"ExitCode=(\d+):(\d+)", done.stdout)
+    code = re.search(r"ExitCode=(\d+):(\d+)", answer.stdout)
     ended, killed = (int(code[1]), int(code[2])) if code else (1, 0)
     status = ended or (128 + killed if killed else 0)
     return state[1], 0 if state[1] == "COMPLETED" else status or 1

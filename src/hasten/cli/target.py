@@ -101,7 +101,7 @@ def tune_to_target(
     from hasten.target import words
     from hasten.target.full_run import FullRuns
     from hasten.target.goal import parse_goal
-    from hasten.target.result import is_found
+    from hasten.target.result import is_target_result
     from hasten.target.search import search
     from hasten.target.spending import TargetOptions
 
@@ -111,18 +111,18 @@ def tune_to_target(
     fix = "name another file with --out FILE"
     check_target(out, "the plan", None, fix)
     refuse_other_files(out, fix)
-    check_target(figures, "the figures", is_found, fix)
+    check_target(figures, "the figures", is_target_result, fix)
     check_target(page, "the report", is_page, fix)
     with scratch_folder() as scratch:
         whole = FullRuns(arguments, tuple(command), scratch, goal, line)
-        found = search(whole, TargetOptions(vary, runs, seeds, budget), messages.timed())
-    if found.plan:
+        result = search(whole, TargetOptions(vary, runs, seeds, budget), messages.timed())
+    if result.plan:
         keep_former(out)
-        why = f"{words.title(found)} ({words.detail(found)})"
-        made = {"command": words.command_line(found, out.name), "target": str(goal)}
-        Plan(found.plan, dict.fromkeys(found.plan, why), made).write(out)
-    found.write(figures)
-    target_page.write(found, page, out.name if found.plan else "")
-    typer.echo("\n".join(words.lines(found, str(out) if found.plan else "", f"report: {page}")))
-    if found.interrupted:
+        why = f"{words.title(result)} ({words.detail(result)})"
+        made = {"command": words.command_line(result, out.name), "target": str(goal)}
+        Plan(result.plan, dict.fromkeys(result.plan, why), made).write(out)
+    result.write(figures)
+    target_page.write(result, page, out.name if result.plan else "")
+    typer.echo("\n".join(words.lines(result, str(out) if result.plan else "", f"report: {page}")))
+    if result.interrupted:
         raise typer.Exit(130)

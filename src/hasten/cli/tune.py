@@ -22,8 +22,8 @@ from hasten.plan import DEFAULT_NAME, Plan, did_you_mean
 from hasten.techniques import CATALOGUE
 
 if TYPE_CHECKING:
-    from hasten.tuner.found import Claim
     from hasten.tuner.proof import Block, Proof
+    from hasten.tuner.search_state import Claim
     from hasten.tuner.tune import OnBlock, TuneResult
 
 _UNITS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
@@ -109,7 +109,7 @@ def tune(
     options = TuneOptions(_seconds(budget), seeds, only_these, order, processes, store)
     _writable(out)
     try:
-        tuned = _shown(
+        tuned = _display_path(
             options.budget,
             lambda say, on_block: tune_training(
                 arguments, command, dataclasses.replace(options, started=running_for()), say, on_block
@@ -124,7 +124,7 @@ def tune(
         raise typer.Exit(130)
 
 
-def _shown(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], TuneResult]) -> TuneResult:
+def _display_path(budget: float, tuned: Callable[[Callable[[str], None], OnBlock], TuneResult]) -> TuneResult:
     """Tune with a progress display; `tuned` does the tuning, given callbacks for messages and blocks."""
     from rich.console import Console
 

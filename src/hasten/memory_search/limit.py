@@ -33,12 +33,12 @@ class Limit:
         return round(self.size * (1 - SPARE))
 
 
-def asked(size: int, on_gpu: bool) -> Limit:
+def limit_of(size: int, on_gpu: bool) -> Limit:
     """Return the limit that the user named."""
     return Limit(size, gigabytes(size), {"gpu": round(size * (1 - SPARE))} if on_gpu else {})
 
 
-def standing(on_gpu: bool) -> Limit:
+def limit_in_force(on_gpu: bool) -> Limit:
     """Return the limit in force: of the GPU, the process (`ulimit`), its cgroup or the machine."""
     if on_gpu:
         return Limit(_ALL, "the GPU's memory")

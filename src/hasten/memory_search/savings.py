@@ -46,7 +46,7 @@ BUDGETS = (0.1, 0.3, 0.5)
 """Shares of their activations that compiled models keep, ascending."""
 
 
-def within(budget: float) -> Setting:
+def compile_setting(budget: float) -> Setting:
     """Return the setting of `compile` that keeps this share of the activations."""
     return {"mode": "default", "activation_budget": budget}
 
@@ -64,13 +64,13 @@ def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
     """
     fast = machine.device == "cuda" or not CATALOGUE["precision"].useless("bf16-mixed", machine)
     order = [_GRAPHS, _GRADIENTS, _LOSS, _HEAP, *((_BF16, _BLOCKS) if fast else (_BLOCKS, _BF16)), _HOST]
-    last = order[-1].name
+    most_expensive = order[-1].name
     if machine.device != "cuda":
         order.remove(_HOST)
-        last = _BLOCKS.name
+        most_expensive = _BLOCKS.name
     if compiler():
         saves = "activations that compiled code computes again"
-        order.append(Saving("compile", within(BUDGETS[0]), saves, instead_of=last))
+        order.append(Saving("compile", compile_setting(BUDGETS[0]), saves, instead_of=most_expensive))
     if machine.device == "cuda":
         order.append(_TABLES)
     if machine.device == "cuda" or CATALOGUE["allocator"].useless("lean", machine):
@@ -78,11 +78,11 @@ def savings_for(machine: Machine, only: Collection[str] = ()) -> list[Saving]:
     return [saving for saving in order if not only or saving.name in only]
 
 
-def clash(one: Saving, other: Saving) -> bool:
+def clash(first_saving: Saving, second_saving: Saving) -> bool:
     """Return whether two savings exclude each other in one plan."""
     return any(
         CATALOGUE[first.name].clashes(first.setting, {second.name: second.setting})
-        for first, second in ((one, other), (other, one))
+        for first, second in ((first_saving, second_saving), (second_saving, first_saving))
     )
 
 
@@ -91,25 +91,25 @@ def in_order(techniques: Mapping[str, Setting]) -> dict[str, Setting]:
     return {name: techniques[name] for name in CATALOGUE if name in techniques}
 
 
-def acting(plan: Mapping[str, Setting], attempt: Attempt) -> set[str]:
+def acted(plan: Mapping[str, Setting], attempt: Attempt) -> set[str]:
     """Return the techniques of a plan that found something to act on in an attempt that ran."""
     # The allocator is set before the process starts, so no note shows whether it acted.
-    notes = {name: _noted(name, attempt) for name in plan}
+    notes = {name: _note_of(name, attempt) for name in plan}
     return {name for name, note in notes.items() if name == "allocator" or (note and not note.startswith(_MARK))}
 
 
 def left_alone(plan: Mapping[str, Setting], attempt: Attempt) -> dict[str, str]:
     """Return the techniques of a plan that acted on nothing, each with the reason."""
-    idle = [name for name in plan if name not in acting(plan, attempt)]
-    return {name: _noted(name, attempt).partition(_MARK)[2] or "it found nothing to act on" for name in idle}
+    idle = [name for name in plan if name not in acted(plan, attempt)]
+    return {name: _note_of(name, attempt).partition(_MARK)[2] or "it found nothing to act on" for name in idle}
 
 
 def blocks_in(attempt: Attempt) -> int:
     """Return how many blocks an attempt recomputed; 0 if none, or unknown."""
-    match = re.match(r"(?:(\d+) x )?block(?:,|$)", _noted("activation_checkpointing", attempt))
+    match = re.match(r"(?:(\d+) x )?block(?:,|$)", _note_of("activation_checkpointing", attempt))
     return int(match[1] or 1) if match else 0
 
 
-def _noted(name: str, attempt: Attempt) -> str:
+def _note_of(name: str, attempt: Attempt) -> str:
     """Return the evidence's note on what a technique did in an attempt (`Run.installed`); "" if there is none."""
     return attempt.evidence.installed.get(name, "") if attempt.evidence is not None else ""

@@ -1,8 +1,8 @@
 """Find the cheapest plan that fits: plans are tried under the limit, each in a separate process.
 
-First all savings together; if that does not fit, nothing does. Then `_up` adds savings, cheapest first, until the
-training fits; `_lighter` and `_other_way` drop those that turn out not to be needed; `_fewer_blocks` and
-`_larger_budget` recompute less. The result is always a plan that a trial ran within the limit.
+First all savings together; if that does not fit, nothing does. Then `_add_until_it_fits` adds savings, cheapest first;
+`_drop_unneeded` and `_without_most_expensive` drop those that are not needed; `_fewer_blocks` and `_larger_budget`
+recompute less. The result is always a plan that a trial ran within the limit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol
 from hasten.batch.attempt import Attempt
 from hasten.batch.trouble import below_torch, what_holds_it
 from hasten.errors import HastenError, script_fails
-from hasten.memory_search.knapsack import as_setting, bytes_more, computed_again, kept_bytes, largest, seconds_again
+from hasten.memory_search import knapsack
 from hasten.memory_search.limit import Limit
-from hasten.memory_search.savings import BUDGETS, Saving, acting, blocks_in, clash, in_order, left_alone, within
+from hasten.memory_search.savings import BUDGETS, Saving, acted, blocks_in, clash, compile_setting, in_order, left_alone
 from hasten.plan import Setting
 from hasten.techniques import toml_value
 
@@ -71,7 +71,7 @@ class SearchResult:
         tries: All tries, in order; the first is the unchanged script.
         chosen: The cheapest try that fits.
         excluded: Techniques that were left out -> reason.
-        left: What was not examined, for lack of time or after Ctrl-C.
+        unexamined: What was not examined, for lack of time or after Ctrl-C.
         interrupted: Whether Ctrl-C ended the search; `chosen` is then the best so far.
     """
 
@@ -79,7 +79,7 @@ class SearchResult:
     tries: list[PlanTrial]
     chosen: PlanTrial
     excluded: dict[str, str] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    unexamined: list[str] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -89,10 +89,10 @@ class SearchResult:
 
     def without(self, name: str) -> PlanTrial | None:
         """Return the try of the chosen plan without a technique, or of a larger plan without it that did not fit."""
-        rest = {other: setting for other, setting in self.chosen.plan.items() if other != name}
+        remaining = {other: setting for other, setting in self.chosen.plan.items() if other != name}
         return next(
-            (tried for tried in self.tries if settings_of(tried.plan) == settings_of(rest)), None
-        ) or cannot_fit(rest, self.tries)
+            (tried for tried in self.tries if settings_of(tried.plan) == settings_of(remaining)), None
+        ) or cannot_fit(remaining, self.tries)
 
 
 def find_plan(
@@ -122,7 +122,7 @@ def find_plan(
     return search.run(PlanTrial({}, Attempt(0, "out of memory", reason=ran_out)) if ran_out else None)
 
 
-class _Late(Exception):  # noqa: N818 - no error: the time is over
+class _OutOfTime(Exception):  # noqa: N818 - no error: the time is over
     """Raised when there is no time for another trial."""
 
 
@@ -156,21 +156,21 @@ class _PlanSearch:
         if plain.attempt.outcome != "out of memory":
             raise script_fails(plain.attempt.reason, "")
         best = self._all()
-        left: list[str] = []
+        unexamined: list[str] = []
         interrupted = False
         try:
-            best = self._up(best)
-            best = self._lighter(best)
-            best = self._other_way(best)
+            best = self._add_until_it_fits(best)
+            best = self._drop_unneeded(best)
+            best = self._without_most_expensive(best)
             best = self._fewer_blocks(best)
             best = self._larger_budget(best)
-        except _Late:
+        except _OutOfTime:
             best = self._cheapest()
-            left.append("whether a cheaper plan fits, for want of time: give it a longer --budget")
+            unexamined.append("whether a cheaper plan fits, for want of time: give it a longer --budget")
         except KeyboardInterrupt:
             best, interrupted = self._cheapest(), True
-            left.append("whether a cheaper plan fits: stopped by Ctrl-C")
-        return SearchResult(self._limit, self._tries, best, self._excluded, left, interrupted)
+            unexamined.append("whether a cheaper plan fits: stopped by Ctrl-C")
+        return SearchResult(self._limit, self._tries, best, self._excluded, unexamined, interrupted)
 
     # -- trials --------------------------------------------------------------------------------------------
 
@@ -181,18 +181,18 @@ class _PlanSearch:
             _Late: A trial as long as the longest so far would end too late (not with `in_any_case`).
         """
         plan = in_order(techniques)
-        known = [tried for tried in self._tries if settings_of(tried.plan) == settings_of(plan)]
-        if known:
-            return known[0]
-        start = time.monotonic()
-        if self._tries and not in_any_case and start + self._longest > self._until:
-            raise _Late
+        earlier = [tried for tried in self._tries if settings_of(tried.plan) == settings_of(plan)]
+        if earlier:
+            return earlier[0]
+        started_at = time.monotonic()
+        if self._tries and not in_any_case and started_at + self._longest > self._until:
+            raise _OutOfTime
         attempt = self._plans.run(plan=plan)
-        self._longest = max(self._longest, time.monotonic() - start)
-        done = PlanTrial(plan, _within(attempt, self._limit), predicted)
-        self._tries.append(done)
-        self._say(f"{in_words(plan)}: {came_to(done)}")
-        return done
+        self._longest = max(self._longest, time.monotonic() - started_at)
+        tried = PlanTrial(plan, _judged_by_limit(attempt, self._limit), predicted)
+        self._tries.append(tried)
+        self._say(f"{in_words(plan)}: {came_to(tried)}")
+        return tried
 
     def _cheapest(self) -> PlanTrial:
         """Return the cheapest try so far, without techniques that act on nothing."""
@@ -214,7 +214,7 @@ class _PlanSearch:
             tried = self._try({saving.name: saving.setting for saving in self._savings}, in_any_case=True)
             if tried.fits:
                 self._excluded |= left_alone(tried.plan, tried.attempt)
-                acts = acting(tried.plan, tried.attempt)
+                acts = acted(tried.plan, tried.attempt)
                 self._savings = [saving for saving in self._savings if saving.name in acts]
                 return tried
             if tried.attempt.outcome == "out of memory":
@@ -229,7 +229,7 @@ class _PlanSearch:
                 continue
             name, why = self._culprit(tried), tried.attempt.reason or tried.attempt.outcome
             self._exclude(name, why.partition(f"hasten: {name}: ")[2] or why)
-        raise self._hopeless()
+        raise self._fits_under_no_plan()
 
     def _culprit(self, tried: PlanTrial) -> str:
         """Return the technique that failed: named in the error, or changing most; for a timeout, the most expensive."""
@@ -259,7 +259,7 @@ class _PlanSearch:
                 self._savings += [saving for saving in self._all_savings if saving.name == name]
         self._savings.sort(key=self._all_savings.index)
 
-    def _hopeless(self) -> HastenError:
+    def _fits_under_no_plan(self) -> HastenError:
         """Return the error that the training fits under no plan."""
         ran_out = [tried for tried in self._tries if tried.attempt.outcome == "out of memory"]
         most = max(ran_out, key=lambda tried: len(tried.plan))
@@ -273,7 +273,7 @@ class _PlanSearch:
 
     # -- the cheapest of them ------------------------------------------------------------------------------
 
-    def _up(self, best: PlanTrial) -> PlanTrial:
+    def _add_until_it_fits(self, best: PlanTrial) -> PlanTrial:
         """Add one saving after the other, cheapest first, until the training fits."""
         for count in range(1, len(self._savings)):
             tried = self._try({saving.name: saving.setting for saving in self._savings[:count]})
@@ -281,19 +281,19 @@ class _PlanSearch:
                 return tried
         return self._try({saving.name: saving.setting for saving in self._savings}) if self._savings else best
 
-    def _lighter(self, best: PlanTrial) -> PlanTrial:
+    def _drop_unneeded(self, best: PlanTrial) -> PlanTrial:
         """Drop each technique that is not needed, most expensive first. bf16 stays if it makes steps shorter."""
         for name in [saving.name for saving in reversed(self._savings) if saving.name in best.plan]:
-            rest = {other: setting for other, setting in best.plan.items() if other != name}
-            if cannot_fit(rest, self._tries):
+            remaining = {other: setting for other, setting in best.plan.items() if other != name}
+            if cannot_fit(remaining, self._tries):
                 continue
-            tried = self._try(rest)
+            tried = self._try(remaining)
             # Only bf16 is judged by time: the others never make steps shorter, whatever a busy machine shows.
             if tried.fits and (name != "precision" or tried.attempt.seconds <= _SLOWER * best.attempt.seconds):
                 best = tried
         return best
 
-    def _other_way(self, best: PlanTrial) -> PlanTrial:
+    def _without_most_expensive(self, best: PlanTrial) -> PlanTrial:
         """Try savings ranked above the plan's most expensive one in its place: here they may be the cheaper ones."""
         dearest = next((saving for saving in reversed(self._savings) if saving.name in best.plan), None)
         if dearest is None or dearest is self._savings[-1]:
@@ -301,8 +301,8 @@ class _PlanSearch:
         tried = self._try({saving.name: saving.setting for saving in self._savings if saving is not dearest})
         if not tried.fits:
             return best
-        tried = self._lighter(tried)
-        return min(best, tried, key=lambda each: each.attempt.seconds)
+        tried = self._drop_unneeded(tried)
+        return min(best, tried, key=lambda trial: trial.attempt.seconds)
 
     def _fewer_blocks(self, best: PlanTrial) -> PlanTrial:
         """Recompute only the blocks that the knapsack chooses.
@@ -317,24 +317,27 @@ class _PlanSearch:
             return best
         count, least, fits = blocks_in(best.attempt), best.peak, frozenset(range(len(blocks)))
         spare = self._limit.room - least
-        low, high = 0, kept_bytes(blocks, ())  # keeping all does not fit, or the plan would not need the technique
-        kept, grain, trials = spare + largest(blocks), max(1, high // _COARSE), 0
+        low, high = (
+            0,
+            knapsack.kept_bytes(blocks, ()),
+        )  # keeping all does not fit, or the plan would not need the technique
+        most_kept, grain, trials = spare + knapsack.largest(blocks), max(1, high // _COARSE), 0
         while trials < _MOST_TRIALS and high - low > grain:
-            kept = min(max(kept, low), high - 1)
-            again = computed_again(blocks, spare, kept)
-            if seconds_again(blocks, again) >= seconds_again(blocks, fits):
-                low, kept = kept, (kept + high) // 2 + 1  # nothing cheaper up to there: no trial needed
+            most_kept = min(max(most_kept, low), high - 1)
+            recomputed = knapsack.blocks_to_recompute(blocks, spare, most_kept)
+            if knapsack.recompute_seconds(blocks, recomputed) >= knapsack.recompute_seconds(blocks, fits):
+                low, most_kept = most_kept, (most_kept + high) // 2 + 1  # nothing cheaper up to there: no trial needed
                 continue
             trials += 1
-            predicted = least + bytes_more(blocks, again)
-            tried = self._try({**best.plan, name: as_setting(blocks, again, count)}, predicted)
+            predicted = least + knapsack.extra_peak_bytes(blocks, recomputed)
+            tried = self._try({**best.plan, name: knapsack.as_setting(blocks, recomputed, count)}, predicted)
             if tried.fits:
-                best, fits, low = tried, again, kept_bytes(blocks, again)
+                best, fits, low = tried, recomputed, knapsack.kept_bytes(blocks, recomputed)
                 spare += max(0, predicted - tried.peak)
-                kept = low + self._limit.room - tried.peak
+                most_kept = low + self._limit.room - tried.peak
             else:
-                high = kept_bytes(blocks, again)
-                kept = spare if low < spare < high else (low + high) // 2
+                high = knapsack.kept_bytes(blocks, recomputed)
+                most_kept = spare if low < spare < high else (low + high) // 2
         return best
 
     def _larger_budget(self, best: PlanTrial) -> PlanTrial:
@@ -342,7 +345,7 @@ class _PlanSearch:
         if "compile" not in best.plan:
             return best
         for budget in reversed(BUDGETS[1:]):  # all of them, since a larger budget may have the smaller peak
-            tried = self._try({**best.plan, "compile": within(budget)})
+            tried = self._try({**best.plan, "compile": compile_setting(budget)})
             if tried.fits:
                 return tried
         return best
@@ -355,10 +358,10 @@ _BY_CHANGE = (
 """Techniques from the one that changes the training least to the one that changes it most."""
 
 
-def _is_lighter(one: PlanTrial, other: PlanTrial) -> bool:
+def _is_lighter(smaller: PlanTrial, larger: PlanTrial) -> bool:
     """Return whether a plan is a proper part of another, and both or neither use `precision`."""
-    part = settings_of(one.plan) < settings_of(other.plan)
-    return part and ("precision" in one.plan) == ("precision" in other.plan)
+    is_part = settings_of(smaller.plan) < settings_of(larger.plan)
+    return is_part and ("precision" in smaller.plan) == ("precision" in larger.plan)
 
 
 def settings_of(plan: Mapping[str, Setting]) -> frozenset[tuple[str, str]]:
@@ -377,7 +380,7 @@ def cannot_fit(plan: Techniques, tries: Sequence[PlanTrial]) -> PlanTrial | None
     return None
 
 
-def _within(attempt: Attempt, limit: Limit) -> Attempt:
+def _judged_by_limit(attempt: Attempt, limit: Limit) -> Attempt:
     """Return the attempt, as "out of memory" if its exact peak exceeded the room; the guard's polling may miss that."""
     peak = max(attempt.peak, attempt.before)
     if attempt.outcome != "ok" or attempt.device == "cuda" or peak <= limit.room:

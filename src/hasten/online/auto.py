@@ -29,7 +29,7 @@ from hasten.online.eligibility import candidates, now_left_alone, seconds_of_ste
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
 from hasten.online.record import Event, MeasuredBlock
-from hasten.online.schedule import BlockRequests, Host, ask, compile_in_run, play_off, search
+from hasten.online.schedule import BlockRequests, Host, compile_in_run, play_off, request_block, search
 from hasten.online.switches import RecordedSwitch, Schedule, process_of
 from hasten.plan import Setting
 from hasten.techniques import Liveness, Technique, toml_value
@@ -59,7 +59,7 @@ class TunedProcess:
         command: The training's command line.
         evidence: Returns the evidence so far.
         say: Prints a line for the user.
-        over: Called when no further step needs to be reported.
+        stop_listening: Called when no further step needs to be reported.
         together: If several ranks are switched together: returns why they cannot be, or "". None for a single rank.
     """
 
@@ -68,7 +68,7 @@ class TunedProcess:
     command: tuple[str, ...]
     evidence: Callable[[], Evidence]
     say: Callable[[str], None]
-    over: Callable[[], None]
+    stop_listening: Callable[[], None]
     together: Callable[[Evidence], str] | None = None
 
 
@@ -77,52 +77,52 @@ class Auto:
 
     Args:
         options: How long to search, and which files to write.
-        around: The process that is tuned.
+        process: The process that is tuned.
     """
 
     compiling = 0.0
     by_pass: ClassVar[set[int]] = set()  # no block waits for a pass: in a real training passes may be long
 
-    def __init__(self, options: AutoOptions, around: TunedProcess) -> None:
-        self._options, self._around = options, around
-        self._recorder, self._board = around.recorder, around.board
+    def __init__(self, options: AutoOptions, process: TunedProcess) -> None:
+        self._options, self._process = options, process
+        self._recorder, self._board = process.recorder, process.board
         self._recorder.may_rest = False
         self._pid = os.getpid()
         self._losses = Losses()
         self._watched: set[int] = set()  # candidates whose first block's losses were compared
         self._driver: Driver | None = None
         self._schedule: Schedule | None = None
-        self._able: tuple[Candidate, ...] = ()
-        self._whole: int | None = None  # steps of the whole training, if known
+        self._candidates: tuple[Candidate, ...] = ()
+        self._total_steps: int | None = None  # of the whole training, if known
         self._chosen: frozenset[int] | None = None
-        self._hopeful: frozenset[int] = frozenset()  # per-pass techniques never measured, on from the next pass
-        self._passes = self._look_at = 0
-        self._began = self._step_seconds = self._block_seconds = 0.0
-        self._stays = self._over = False
-        self._why = ""
+        self._untried: frozenset[int] = frozenset()  # per-pass techniques never measured, on from the next pass
+        self._passes = self._next_look = 0
+        self._started_at = self._step_seconds = self._block_seconds = 0.0
+        self._between_looks = self._ended = False
+        self._stop_reason = ""
 
     # -- called by the session ---------------------------------------------------------------------------------
 
     def on_step(self, steps: int) -> int | None:
         """Take in the step that just ended. Return the number of the step to be called after; None for the next."""
-        if os.getpid() != self._pid and not self._began:  # the script trains in a fork of itself, such as a daemon
-            self._around.say("auto: the run is left alone: it trains in a fork of the process that imported torch")
-        if self._over or os.getpid() != self._pid:
+        if os.getpid() != self._pid and not self._started_at:  # the script trains in a fork of itself, such as a daemon
+            self._process.say("auto: the run is left alone: it trains in a fork of the process that imported torch")
+        if self._ended or os.getpid() != self._pid:
             return _NEVER
-        again = None
+        next_call = None
         try:
             self._note_threads()
-            if not self._why:
-                again = self._glance(steps) if self._stays else self._step(steps)
+            if not self._stop_reason:
+                next_call = self._glance(steps) if self._between_looks else self._step(steps)
         except Exception as error:  # tuning never breaks a script
-            self._why = f"tuning failed: {type(error).__name__}: {error}"
-        if self._why:
+            self._stop_reason = f"tuning failed: {type(error).__name__}: {error}"
+        if self._stop_reason:
             self._stop()
-        return _NEVER if self._is_over() else again
+        return _NEVER if self._has_ended() else next_call
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
         """Take in the begin or end of a pass through a loader."""
-        if self._over or began or os.getpid() != self._pid:
+        if self._ended or began or os.getpid() != self._pid:
             return
         self._passes += opened.trained
         if opened.trained:
@@ -132,29 +132,32 @@ class Auto:
         try:
             self._driver.on_pass(opened, began)
         except Exception as error:  # tuning never breaks a script
-            self._why = f"tuning failed: {type(error).__name__}: {error}"  # the next step's end switches all off
-        if opened.trained and self._hopeful:
-            self._look_at = 0
+            # The next step's end switches all off.
+            self._stop_reason = f"tuning failed: {type(error).__name__}: {error}"
+        if opened.trained and self._untried:
+            self._next_look = 0
 
     def abandon(self, why: str) -> None:
         """End the tuning because nothing can be switched any more. What is on stays on."""
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._log(dict(self._board.on))
-            self._around.say(f"auto: nothing is switched from here on: {why}")
-            self._around.over()
+            self._process.say(f"auto: nothing is switched from here on: {why}")
+            self._process.stop_listening()
 
     def close(self) -> None:
         """End the tuning as the process ends."""
-        if not self._over and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
-            former = f"; {self._options.shown} is an earlier run's" if Path(self._options.plan).exists() else ""
-            self._around.say(f"auto: the run ended before anything was settled: no plan was written{former}")
-        self._over = True
+        if not self._ended and self._chosen is None and self._recorder.steps and os.getpid() == self._pid:
+            earlier = (
+                f"; {self._options.plan_shown_as} is an earlier run's" if Path(self._options.plan).exists() else ""
+            )
+            self._process.say(f"auto: the run ended before anything was settled: no plan was written{earlier}")
+        self._ended = True
 
     # -- steps -------------------------------------------------------------------------------------------------
 
     def _step(self, steps: int) -> int | None:
-        self._losses.saw(self._recorder.last[1])
+        self._losses.add(self._recorder.last[1])
         if self._driver is None:
             self._begin_if_known(steps)
         else:
@@ -172,16 +175,18 @@ class Auto:
         if len(threads) > 1:
             threads &= {thread.ident for thread in threading.enumerate()}
             if len(threads) > 1:
-                self._why = self._why or "its steps are the work of several threads"
+                self._stop_reason = self._stop_reason or "its steps are the work of several threads"
 
     def _glance(self, steps: int) -> int | None:
         """Read the loss now and then, while nothing is measured."""
-        self._losses.saw(self._recorder.last[1])
-        self._why = self._why or self._left_alone() or self._losses.wrong(bool(self._board.on), watched=False)
-        if self._why:
+        self._losses.add(self._recorder.last[1])
+        self._stop_reason = (
+            self._stop_reason or self._left_alone() or self._losses.problem(bool(self._board.on), watched=False)
+        )
+        if self._stop_reason:
             return None
-        if steps < self._look_at:
-            return min(steps + _GLANCE, self._look_at)
+        if steps < self._next_look:
+            return min(steps + _GLANCE, self._next_look)
         assert self._driver is not None
         self._driver.skip()
         return None
@@ -189,118 +194,130 @@ class Auto:
     def _begin_if_known(self, steps: int) -> None:
         """Begin the search once enough unchanged steps were seen."""
         now = time.monotonic()
-        self._began = self._began or now
-        if steps < _PLAIN_STEPS and (steps < _LEAST_PLAIN or now - self._began < _PLAIN_SECONDS):
+        self._started_at = self._started_at or now
+        if steps < _PLAIN_STEPS and (steps < _LEAST_PLAIN or now - self._started_at < _PLAIN_SECONDS):
             return
-        self._why = self._left_alone()
-        if self._why:
+        self._stop_reason = self._left_alone()
+        if self._stop_reason:
             return
-        evidence = self._around.evidence()
-        if self._around.together is not None and (why := self._around.together(evidence)):
-            self._why = why
+        evidence = self._process.evidence()
+        if self._process.together is not None and (why := self._process.together(evidence)):
+            self._stop_reason = why
             return
-        self._whole = whole = steps_known(evidence, self._options)
-        able = candidates(evidence, [one for one in self._board.techniques if one.switchable and self._in_time(one)])
-        self._able = able = tuple(one for one in able if not too_large(one.name, evidence))
-        self._why = too_short(evidence, self._options)
-        if not able:
-            self._why = self._why or "no technique that can be switched in a run applies to this training"
-        if self._why:
+        self._total_steps = total_steps = steps_known(evidence, self._options)
+        techniques = [technique for technique in self._board.techniques if self._may_switch(technique)]
+        eligible = candidates(evidence, techniques)
+        self._candidates = eligible = tuple(each for each in eligible if not too_large(each.name, evidence))
+        self._stop_reason = too_short(evidence, self._options)
+        if not eligible:
+            self._stop_reason = (
+                self._stop_reason or "no technique that can be switched in a run applies to this training"
+            )
+        if self._stop_reason:
             return
-        self._losses.wrong(on=False, watched=False)
+        self._losses.problem(on=False, watched=False)
         try:
-            process = process_of(self._options.root) if self._options.root else None
-            self._schedule = Schedule(self._options.schedule, self._around.command, process)
+            writer = process_of(self._options.root) if self._options.root else None
+            self._schedule = Schedule(self._options.schedule, self._process.command, writer)
         except FileExistsError:
-            self._why = f"{self._options.schedule} is another process's of this run"
+            self._stop_reason = f"{self._options.schedule} is another process's of this run"
             return
         except OSError as error:
-            self._why = f"{self._options.schedule} cannot be written: {error.strerror}"
+            self._stop_reason = f"{self._options.schedule} cannot be written: {error.strerror}"
             return
         self._step_seconds = seconds_of_step(evidence)
-        seconds = min(self._options.most_seconds, _SHARE * whole * self._step_seconds if whole else math.inf)
+        seconds = min(
+            self._options.most_seconds, _SHARE * total_steps * self._step_seconds if total_steps else math.inf
+        )
         self._block_seconds = max(_LEAST_BLOCK, min(_MOST_BLOCK, seconds / _BLOCKS))
         until = time.monotonic() + seconds
-        options = OnlineOptions(able, "", until, math.inf, self._block_seconds, self._options.seed)
-        ranks = None if self._around.together is None else os.getppid()  # their launcher, and so all of them
-        self._driver = Driver(options, self._board, self._recorder, self._asked_all, self._wishes, self, ranks)
+        options = OnlineOptions(eligible, "", until, math.inf, self._block_seconds, self._options.seed)
+        ranks = None if self._process.together is None else os.getppid()  # their launcher, and so all of them
+        self._driver = Driver(options, self._board, self._recorder, self._schedule_ended, self._requests, self, ranks)
 
-    def _in_time(self, technique: Technique) -> bool:
-        """Return whether a technique can pay. One that compiles needs a known length, and ranks would wait for it."""
+    def _may_switch(self, technique: Technique) -> bool:
+        """Return whether a technique may be switched in this run.
+
+        One that compiles may only if the training's length is known, to see whether it pays, and no other rank waits.
+        """
+        if not technique.switchable:
+            return False
         compiles = technique.liveness_of(technique.setting) is Liveness.LAST
-        return not compiles or (self._whole is not None and self._around.together is None)
+        return not compiles or (self._total_steps is not None and self._process.together is None)
 
     # -- the schedule of blocks --------------------------------------------------------------------------------
 
-    def _wishes(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
+    def _requests(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         """Request blocks until one of them goes wrong."""
-        asks, measured = self._asks(course, options, host), None
-        while not self._why:
+        requests, measured = self._all_requests(course, options, host), None
+        while not self._stop_reason:
             try:
-                wish = next(asks) if measured is None else asks.send(measured)
+                request = next(requests) if measured is None else requests.send(measured)
             except StopIteration:
                 return
-            measured = yield wish
-            new = set(measured.on) - self._watched
-            self._note_why(self._left_alone() or self._losses.wrong(bool(measured.on), watched=bool(new)))
-            self._watched |= new
+            measured = yield request
+            untested = set(measured.on) - self._watched
+            self._note_stop_reason(
+                self._left_alone() or self._losses.problem(bool(measured.on), watched=bool(untested))
+            )
+            self._watched |= untested
 
-    def _asks(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
+    def _all_requests(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
         """Request the search's blocks; then keep the chosen set on, and compare it now and then."""
         yield from search(course, options)
-        if not _unasked(course):
+        if not _never_on(course):
             yield from play_off(course, options, self)
         plain: frozenset[int] = frozenset()
         turn, apart, compiled = 0, 1, False
         while True:
-            chosen, self._hopeful = course.chosen(), _unasked(course)
+            chosen, self._untried = course.chosen(), _never_on(course)
             self._settle(course, chosen)
-            if not (compiled or self._hopeful or self._whole is None):
+            if not (compiled or self._untried or self._total_steps is None):
                 compiled = True
-                yield from compile_in_run(course, options, host, self._whole - self._recorder.steps)
+                yield from compile_in_run(course, options, host, self._total_steps - self._recorder.steps)
                 continue
-            if not chosen and not self._hopeful:
+            if not chosen and not self._untried:
                 return
-            on, other = chosen | self._hopeful, chosen if self._hopeful else plain
-            yield from self._stay(course, on, apart)
-            for one in (on, other)[:: -1 if turn % 2 else 1]:
-                yield from ask(course, BlockRequest(one, "look"))
+            on, reference = chosen | self._untried, chosen if self._untried else plain
+            yield from self._wait_for_next_look(course, on, apart)
+            for on_set in (on, reference)[:: -1 if turn % 2 else 1]:
+                yield from request_block(course, BlockRequest(on_set, "look"))
             turn += 1
             apart = min(_LONGEST, 2 * apart) if course.chosen() == chosen else 1
 
-    def _stay(self, course: Course, on: frozenset[int], times: int) -> BlockRequests:
+    def _wait_for_next_look(self, course: Course, on: frozenset[int], times: int) -> BlockRequests:
         """Keep these on until the next look, without measuring and with the recorder mostly at rest."""
         pace = math.exp(course.posterior.level + course.posterior.gain(on)[0])
         apart = max(self._options.look_every, int(_APART * self._block_seconds / pace))
-        self._look_at = self._recorder.steps + times * apart
-        self._stays = True
-        self._recorder.may_rest = self._around.together is None  # ranks must count the same steps, so none may rest
+        self._next_look = self._recorder.steps + times * apart
+        self._between_looks = True
+        self._recorder.may_rest = self._process.together is None  # ranks must count the same steps, so none may rest
         yield BlockRequest(on, "stay")
-        self._stays = self._recorder.may_rest = False
-        self._hopeful = frozenset()
+        self._between_looks = self._recorder.may_rest = False
+        self._untried = frozenset()
 
     def _settle(self, course: Course, chosen: frozenset[int]) -> None:
         """Write the plan of the chosen set and tell the user, if the set is new."""
         if chosen == self._chosen:
             return
         first, self._chosen = self._chosen is None, chosen
-        plan = plan_of(course, chosen, self._around.command)
-        said = ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.techniques.items())
+        plan = plan_of(course, chosen, self._process.command)
+        settings = ", ".join(f"{name} = {toml_value(setting)}" for name, setting in plan.techniques.items())
         pace = f"{gain_of(course, chosen):.2f}x as fast as without{beside_others(course)}"
-        gain = f"{said}: {pace}" if chosen else "nothing helps here"
+        gain = f"{settings}: {pace}" if chosen else "nothing helps here"
         try:
             write_own(Path(self._options.plan), plan.to_toml(), "the plan", is_auto_plan)
-            where = f"; the plan is in {self._options.shown}"
+            plan_note = f"; the plan is in {self._options.plan_shown_as}"
         except HastenError as error:
-            where = f"; {error}"
+            plan_note = f"; {error}"
         verb = "settled" if first else "changed its mind"
-        self._around.say(f"auto: {verb} after {self._recorder.steps} steps: {gain}{where}")
+        self._process.say(f"auto: {verb} after {self._recorder.steps} steps: {gain}{plan_note}")
 
     def note(self, event: Event) -> None:
         """Ignore the play-off's events: no report is made of this run."""
 
     def _left_alone(self) -> str:
-        return now_left_alone(together=self._around.together is not None)
+        return now_left_alone(together=self._process.together is not None)
 
     # -- called by the driver ----------------------------------------------------------------------------------
 
@@ -309,9 +326,9 @@ class Auto:
         if not isinstance(entry, Event):
             return
         if entry.kind == "switch":
-            self._log({self._able[i].name: self._able[i].setting for i in entry.on})
+            self._log({self._candidates[i].name: self._candidates[i].setting for i in entry.on})
         elif entry.kind == "over" and entry.text:
-            self._why = self._why or "the loss turned to NaN or infinity"
+            self._stop_reason = self._stop_reason or "the loss turned to NaN or infinity"
 
     def _log(self, on: dict[str, Setting]) -> None:
         if self._schedule is None:
@@ -320,29 +337,29 @@ class Auto:
             self._schedule.write(RecordedSwitch(self._recorder.steps, self._passes, on))
         except OSError as error:
             self._schedule = None
-            self._why = f"{self._options.schedule} cannot be written, and is left empty: {error.strerror}"
+            self._stop_reason = f"{self._options.schedule} cannot be written, and is left empty: {error.strerror}"
 
-    def _asked_all(self) -> None:
+    def _schedule_ended(self) -> None:
         """End the tuning because the schedule has no more blocks."""
-        if not self._why:
-            self._over = True
+        if not self._stop_reason:
+            self._ended = True
             self._all_off()
-            self._around.over()
+            self._process.stop_listening()
 
     def _stop(self) -> None:
         """Switch everything off for good, and tell the user why."""
-        self._over = True
+        self._ended = True
         was_on = bool(self._board.on)
         self._all_off()
         off = "everything is switched off, and the training continues unchanged" if was_on else "the run is left alone"
-        self._around.say(f"auto: {off}: {self._why}")
-        self._around.over()
+        self._process.say(f"auto: {off}: {self._stop_reason}")
+        self._process.stop_listening()
 
-    def _is_over(self) -> bool:
-        return self._over
+    def _has_ended(self) -> bool:
+        return self._ended
 
-    def _note_why(self, why: str) -> None:
-        self._why = self._why or why
+    def _note_stop_reason(self, why: str) -> None:
+        self._stop_reason = self._stop_reason or why
 
     def _all_off(self) -> None:
         if self._board.on:
@@ -351,8 +368,8 @@ class Auto:
         self._recorder.may_rest = True
 
 
-def _unasked(course: Course) -> frozenset[int]:
+def _never_on(course: Course) -> frozenset[int]:
     """Return per-pass techniques that were never on, because no pass has begun since the search did."""
-    ran = {i for block in course.posterior.seen for i in block.on}
-    able = sorted(course.of(Liveness.PASS) - ran - set(course.out))
-    return frozenset({course.candidates[i].name: i for i in reversed(able)}.values())
+    ran = {i for block in course.posterior.blocks for i in block.on}
+    never_on = sorted(course.with_liveness(Liveness.PASS) - ran - set(course.dropped))
+    return frozenset({course.candidates[i].name: i for i in reversed(never_on)}.values())

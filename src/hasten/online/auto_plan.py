@@ -19,7 +19,7 @@ from hasten.online.switches import is_schedule
 from hasten.plan import DEFAULT_NAME, Plan
 
 AUTO_NAME = "hasten-auto.toml"
-_BY = "hasten run --auto"
+_WRITTEN_BY = "hasten run --auto"
 
 
 def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) -> Plan:
@@ -27,12 +27,15 @@ def plan_of(course: Course, chosen: frozenset[int], command: tuple[str, ...]) ->
     import torch
 
     machine, estimates = this_machine(), course.estimates(chosen)
-    kept = [(course.candidates[i], estimates[i]) for i in sorted(chosen)]
+    chosen_estimates = [(course.candidates[i], estimates[i]) for i in sorted(chosen)]
     return Plan(
-        {one.name: one.setting for one, _ in kept},
-        {one.name: "{:.2f}x [{:.2f}, {:.2f}] in the run itself".format(*found.ratio) for one, found in kept},
+        {candidate.name: candidate.setting for candidate, _ in chosen_estimates},
         {
-            "by": _BY,
+            candidate.name: "{:.2f}x [{:.2f}, {:.2f}] in the run itself".format(*estimate.ratio)
+            for candidate, estimate in chosen_estimates
+        },
+        {
+            "by": _WRITTEN_BY,
             "command": " ".join(command)[:1000],
             "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "hasten": version("hasten"),
@@ -51,8 +54,8 @@ def gain_of(course: Course, chosen: frozenset[int]) -> float:
 
 def beside_others(course: Course) -> str:
     """Return a note that other processes disturbed most blocks; "" if they did not."""
-    seen = course.posterior.seen
-    return " while others took much of the CPU" if 2 * sum(block.disturbed for block in seen) > len(seen) else ""
+    blocks = course.posterior.blocks
+    return " while others took much of the CPU" if 2 * sum(block.disturbed for block in blocks) > len(blocks) else ""
 
 
 def is_auto_plan(content: bytes) -> bool:
@@ -61,8 +64,8 @@ def is_auto_plan(content: bytes) -> bool:
         data = tomllib.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
         return False
-    made = data.get("hasten")
-    return isinstance(made, dict) and made.get("by") == _BY
+    header = data.get("hasten")
+    return isinstance(header, dict) and header.get("by") == _WRITTEN_BY
 
 
 def new_files(plan: Path) -> Path:

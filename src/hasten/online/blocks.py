@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hasten.evidence.recorder import Recorder
 
 _LEAST_STEPS = 4
-_FEW = 2  # steps: enough if they take as long as four blocks
+_FEWEST_STEPS = 2  # steps: enough if they take as long as four blocks
 _SHORT_PASS = 4  # batches: in shorter passes the first step counts too, or none would
 _UNSETTLED = 3.0  # times the expected step: still compiling, filling a cache or starting workers
 
@@ -58,11 +58,11 @@ class OpenBlock:
             device). The recorder adds them to the following step; they are subtracted there.
     """
 
-    wish: BlockRequest
+    request: BlockRequest
     on: frozenset[int]
     least_seconds: float
     sync: Callable[[], None]
-    fewest: int = _FEW
+    fewest: int = _FEWEST_STEPS
     root: int | None = None
     left_out: int = 0
     skipped: float = 0.0
@@ -75,7 +75,7 @@ class OpenBlock:
     def __post_init__(self) -> None:
         self.reading = CpuReading(self.root)
         self.slow_since: CpuReading | None = None
-        self.now: Callable[[], float] = time.perf_counter  # the recorder's clock
+        self.clock: Callable[[], float] = time.perf_counter  # the recorder's clock
 
     def step(self, recorder: Recorder, number: int, ready: int, last_pass: int) -> bool:
         """Take in the step that just ended. Return whether the block is complete.
@@ -86,12 +86,12 @@ class OpenBlock:
             ready: Number of batches that workers had ready when the pass asked for its first.
             last_pass: Number of batches of the previous pass; 0 if there was none.
         """
-        self.now = recorder.now
+        self.clock = recorder.now
         phases = self._without_own_time(recorder)
         net = net_seconds(phases)
         if self._is_left_out(net, number, ready, last_pass):
             if not self.steps:
-                if self.left_out >= self.wish.skip:
+                if self.left_out >= self.request.skip:
                     self.sync()  # work still queued on the device belongs to steps that do not count
                 self.reading = CpuReading(self.root)
             return False
@@ -118,16 +118,21 @@ class OpenBlock:
 
     def _is_left_out(self, net: float, number: int, ready: int, last_pass: int) -> bool:
         """Return whether the `number`-th step of its pass is not representative of steady steps."""
-        if self.left_out < self.wish.skip:
+        if self.left_out < self.request.skip:
             self.left_out += 1
             self.skipped += net
             return True
-        if not self.steps and self.wish.expected and net > _UNSETTLED * self.wish.expected and not self._disturbed():
+        if (
+            not self.steps
+            and self.request.expected
+            and net > _UNSETTLED * self.request.expected
+            and not self._disturbed()
+        ):
             self.skipped += net
             return True
         short = 0 < last_pass < _SHORT_PASS
-        bought = min(ready, last_pass // 3) if last_pass else ready
-        return bool(number and not short and number <= max(1, bought))
+        prefetched = min(ready, last_pass // 3) if last_pass else ready
+        return bool(number and not short and number <= max(1, prefetched))
 
     def _disturbed(self) -> bool:
         """Return whether other processes have disturbed the block since its steps became slow.
@@ -137,15 +142,15 @@ class OpenBlock:
         self.slow_since = self.slow_since or self.reading
         return self.slow_since.taken().disturbs
 
-    def over(self) -> MeasuredBlock:
+    def finish(self) -> MeasuredBlock:
         """Return the block's measurement, after waiting for the device."""
-        before = self.now()
+        started = self.clock()
         self.sync()
-        self.seconds += self.now() - before
+        self.seconds += self.clock() - started
         mean = tuple(seconds / self.steps for seconds in self.phases)
         taken, on = self.reading.taken(), tuple(sorted(self.on))
         return MeasuredBlock(
-            self.began, self.seconds, self.steps, on, self.wish.part, mean, "", taken.share, taken.disturbs
+            self.began, self.seconds, self.steps, on, self.request.part, mean, "", taken.share, taken.disturbs
         )
 
 

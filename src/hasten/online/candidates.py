@@ -71,7 +71,7 @@ def applicable(
         elif technique.relieves is Resource.DATA and shares[Resource.DATA] < _LITTLE:
             skipped.append(Skipped(name, f"the step waits {percent(shares[Resource.DATA])} of its time for data"))
         else:
-            settings = [one for one in answer.settings if not warm or _is_live(technique, one)]
+            settings = [setting for setting in answer.settings if not warm or _is_live(technique, setting)]
             if not settings:
                 skipped.append(Skipped(name, "acts only from a process's start, and tune switches while it runs"))
                 continue
@@ -95,8 +95,8 @@ def shares_of(evidence: Evidence) -> dict[Resource, float]:
 
 def validation_share(evidence: Evidence) -> float:
     """Return the share of all passes' time that was spent in validation passes, from 0 to 1."""
-    trained = sum(over.end - over.start for over in evidence.passes if over.trained)
-    validated = sum(over.end - over.start for over in evidence.passes if not over.trained)
+    trained = sum(loader_pass.end - loader_pass.start for loader_pass in evidence.passes if loader_pass.trained)
+    validated = sum(loader_pass.end - loader_pass.start for loader_pass in evidence.passes if not loader_pass.trained)
     return validated / (trained + validated) if trained + validated > 0 else 0.0
 
 
@@ -112,6 +112,6 @@ def _with_priors(technique: type[Technique], settings: list[Setting], share: flo
     expected = _DOUBTED.get(technique.name, min(expected, -_SLIGHT / 2))
     label = technique.name if len(settings) == 1 else ""
     return [
-        Candidate(technique.name, setting, expected * _NEXT_BEST**place, spread, label)
-        for place, setting in enumerate(settings)
+        Candidate(technique.name, setting, expected * _NEXT_BEST**index, spread, label)
+        for index, setting in enumerate(settings)
     ]

@@ -24,7 +24,7 @@ _HARMS = 0.5  # probability of helping below which a technique leaves even the f
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is measured no more
 # Techniques that relieve the same part of the step, or of which one feeds the other: their effects do not add up.
-_TOGETHER = {
+_INTERACTIONS = {
     ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
     ("loader_workers", "sample_cache"): (0.0, 0.15),
     ("loader_workers", "read_ahead"): (0.0, 0.15),  # workers make whole samples: nothing is left to read ahead
@@ -75,47 +75,47 @@ class Course:
         prior: Prior | None = None,
     ) -> None:
         self.candidates = list(candidates)
-        self.posterior = Posterior(
-            [(one.mean, one.spread) for one in candidates], _pairs(candidates, prior), _shared(candidates, prior)
-        )
-        self.validation = Posterior([one.validation or (one.mean, one.spread) for one in candidates])
+        priors = [(candidate.mean, candidate.spread) for candidate in candidates]
+        self.posterior = Posterior(priors, _pairs(candidates, prior), _covariances(candidates, prior))
+        on_validation = [candidate.validation for candidate in candidates]
+        self.validation = Posterior([own or step for own, step in zip(on_validation, priors, strict=True)])
         self._validation_share = validation_share
         self._settled: frozenset[int] | None = None
-        self.out: dict[int, str] = {}  # candidates that are off for good -> reason
+        self.dropped: dict[int, str] = {}  # candidates that are off for good -> reason
         self.lasting: set[int] = set()  # those of them that stay off in the next tune
         self.careful = careful
-        self._took: deque[tuple[float, float]] = deque(maxlen=_LATEST)  # of a block: seconds, CPU share taken
-        self._lot = random.Random(seed)
-        self._last = self.of(Liveness.LAST) if live else set()
+        self._durations: deque[tuple[float, float]] = deque(maxlen=_LATEST)  # of a block: seconds, CPU share taken
+        self._random = random.Random(seed)
+        self._last = self.with_liveness(Liveness.LAST) if live else set()
 
     def liveness(self, index: int) -> Liveness:
         """Return when this candidate can be switched."""
-        one = self.candidates[index]
-        return CATALOGUE[one.name].liveness_of(one.setting)
+        candidate = self.candidates[index]
+        return CATALOGUE[candidate.name].liveness_of(candidate.setting)
 
-    def of(self, liveness: Liveness) -> set[int]:
+    def with_liveness(self, liveness: Liveness) -> set[int]:
         """Return the candidates of this liveness."""
         return {i for i in range(len(self.candidates)) if self.liveness(i) is liveness}
 
-    def saw(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
+    def add_block(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """Take in a measured block. `seconds` is per step."""
         self.posterior.add(on, seconds, process, disturbed)
 
-    def took(self, seconds: float, taken: float | None) -> None:
+    def note_duration(self, seconds: float, taken: float | None) -> None:
         """Note how long a block took, uncounted steps included, and the share of the CPU that other processes took."""
-        self._took.append((seconds, taken or 0.0))
+        self._durations.append((seconds, taken or 0.0))
 
     @property
     def block_seconds(self) -> float:
         """Seconds that a block takes, uncounted steps included: median of the latest ones; 0.0 before the first."""
-        return statistics.median(seconds for seconds, _ in self._took) if self._took else 0.0
+        return statistics.median(seconds for seconds, _ in self._durations) if self._durations else 0.0
 
     @property
     def taken(self) -> float:
         """Share of the CPU that other processes take, 0 to 1: median of the latest blocks; 0.0 if it cannot be seen."""
-        return statistics.median(taken for _, taken in self._took) if self._took else 0.0
+        return statistics.median(taken for _, taken in self._durations) if self._durations else 0.0
 
-    def saw_validation(self, on: Collection[int], seconds: float) -> None:
+    def add_validation(self, on: Collection[int], seconds: float) -> None:
         """Take in a validation pass. `seconds` is per batch."""
         if seconds > 0:
             self.validation.add(on, seconds)
@@ -129,7 +129,7 @@ class Course:
             lasting: Whether they stay off in the next tune of this training too.
         """
         for index in indices:
-            self.out.setdefault(index, reason)
+            self.dropped.setdefault(index, reason)
             if lasting:
                 self.lasting.add(index)
 
@@ -138,27 +138,28 @@ class Course:
     def all_on(self) -> frozenset[int]:
         """Return every candidate that is expected to help, with the best setting of each technique."""
         expected = [*(mean for mean, _ in self.posterior.priors), *(mean for mean, _ in self.posterior.pairs.values())]
-        return self._one_by_one(self._best(expected, self._now()))
+        return self._one_by_one(self._best(expected, self._allowed()))
 
-    def wants(self) -> frozenset[int]:
+    def draw_set(self) -> frozenset[int]:
         """Return the candidates that help according to a random draw from the posterior (Thompson sampling)."""
-        effects, share = self.posterior.draw(self._lot), self._share()
+        effects, share = self.posterior.draw(self._random), self._share()
         if share:
-            others = self.validation.draw(self._lot)
-            effects[: len(others)] = [
-                (1 - share) * step + share * other for step, other in zip(effects, others, strict=False)
+            validation_effects = self.validation.draw(self._random)
+            effects[: len(validation_effects)] = [
+                (1 - share) * step_effect + share * validation_effect
+                for step_effect, validation_effect in zip(effects, validation_effects, strict=False)
             ]
-        return self._one_by_one(self._best(effects, self._now()))
+        return self._one_by_one(self._best(effects, self._allowed()))
 
-    def _now(self) -> set[int]:
+    def _allowed(self) -> set[int]:
         """Return the candidates that may be on now: neither off for good nor measured last."""
-        return set(range(len(self.candidates))) - set(self.out) - self._last
+        return set(range(len(self.candidates))) - set(self.dropped) - self._last
 
     def _one_by_one(self, on: frozenset[int]) -> frozenset[int]:
         """Return all of `on`; after a crash, only one candidate of those that never ran before."""
         if not self.careful:
             return on
-        ran = set().union(*(block.on for block in self.posterior.seen))
+        ran = set().union(*(block.on for block in self.posterior.blocks))
         return frozenset((on & ran) | set(sorted(on - ran)[:1]))
 
     def _best(self, effects: Sequence[float], allowed: Collection[int]) -> frozenset[int]:
@@ -168,17 +169,17 @@ class Course:
         """
         pairs = dict(zip(self.posterior.pairs, effects[len(self.candidates) :], strict=False))
 
-        def worth(on: frozenset[int]) -> float:
-            together = sum(effect for (one, other), effect in pairs.items() if one in on and other in on)
-            return sum(effects[i] for i in on) + together
+        def total_effect(on: frozenset[int]) -> float:
+            interaction = sum(effect for (first, second), effect in pairs.items() if first in on and second in on)
+            return sum(effects[i] for i in on) + interaction
 
         best = frozenset(self._one_of_each([i for i in allowed if effects[i] < 0], effects))
         while True:
-            others = [self._flipped(best, i) for i in allowed]
-            other = min(others, key=worth, default=best)
-            if worth(other) >= worth(best) - 1e-12:
+            neighbours = [self._flipped(best, i) for i in allowed]
+            neighbour = min(neighbours, key=total_effect, default=best)
+            if total_effect(neighbour) >= total_effect(best) - 1e-12:
                 return best
-            best = other
+            best = neighbour
 
     def _one_of_each(self, indices: Iterable[int], effects: Sequence[float]) -> set[int]:
         """Return the best setting of each technique among these candidates."""
@@ -205,31 +206,31 @@ class Course:
 
     def _estimate(self, index: int, on: Collection[int]) -> CandidateEstimate:
         name = self.candidates[index].name
-        found = self.posterior.estimate(index, {i for i in on if self.candidates[i].name != name})
+        estimate = self.posterior.estimate(index, {i for i in on if self.candidates[i].name != name})
         share = self._share()
-        return _mixed(found, self.validation.estimate(index, ()), share) if share else found
+        return _mixed(estimate, self.validation.estimate(index, ()), share) if share else estimate
 
     def _share(self) -> float:
-        return self._validation_share if self.validation.seen else 0.0
+        return self._validation_share if self.validation.blocks else 0.0
 
     def finalists(self) -> list[frozenset[int]]:
         """Return the sets that may be the best: the sure candidates, the expected best, the fastest measured.
 
         Candidates of liveness LAST (compile) are in none of them: they are measured later, on top of the settled set.
         """
-        ran = {i for block in self.posterior.seen for i in block.on} - set(self.out) - self._last
+        ran = {i for block in self.posterior.blocks for i in block.on} - set(self.dropped) - self._last
         best = self._best(self._expected(), ran)
-        return list(dict.fromkeys([self._as_sure_as_asked(best), best, *self._fastest()]))
+        return list(dict.fromkeys([self._sure_enough(best), best, *self._fastest()]))
 
     def _fastest(self) -> list[frozenset[int]]:
         """Return, as a list of at most one, the set with the fastest median of at least two blocks."""
         paces: dict[frozenset[int], list[float]] = {}
-        disturbed = all(block.disturbed for block in self.posterior.seen)
-        for block in self.posterior.seen:
-            if block.disturbed == disturbed and not block.on & (set(self.out) | self._last):
+        disturbed = all(block.disturbed for block in self.posterior.blocks)
+        for block in self.posterior.blocks:
+            if block.disturbed == disturbed and not block.on & (set(self.dropped) | self._last):
                 paces.setdefault(block.on, []).append(block.pace)
-        often = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
-        return [min(often, key=lambda on: often[on])] if often else []
+        medians = {on: statistics.median(set_paces) for on, set_paces in paces.items() if len(set_paces) > 1}
+        return [min(medians, key=lambda on: medians[on])] if medians else []
 
     def settle(self, on: frozenset[int]) -> None:
         """Make this set, which ran faster than the other finalists, the chosen one."""
@@ -238,25 +239,25 @@ class Course:
     @property
     def settled(self) -> frozenset[int] | None:
         """The settled set, without LAST techniques that failed since. None before, or if another part of it failed."""
-        if self._settled is None or (self._settled & set(self.out)) - self._last:
+        if self._settled is None or (self._settled & set(self.dropped)) - self._last:
             return None
-        return self._settled - set(self.out)
+        return self._settled - set(self.dropped)
 
     def best_measured(self) -> frozenset[int]:
         """Return the first set, finalists before others, that is as fast as the fastest set measured."""
-        seen = [block.on for block in self.posterior.seen if not block.on & (set(self.out) | self._last)]
-        ran = list(dict.fromkeys([*(one for one in self.finalists() if one in seen), *seen]))
-        fastest = min(map(self._at_most, ran), default=0.0)
-        return next((one for one in ran if self._at_most(one) <= fastest + AS_GOOD), frozenset())
+        measured = [block.on for block in self.posterior.blocks if not block.on & (set(self.dropped) | self._last)]
+        ran = list(dict.fromkeys([*(on for on in self.finalists() if on in measured), *measured]))
+        fastest = min(map(self._upper_estimate, ran), default=0.0)
+        return next((on for on in ran if self._upper_estimate(on) <= fastest + AS_GOOD), frozenset())
 
     def chosen(self) -> frozenset[int]:
         """Return the settled set; before that, the candidates that help as surely as their effect asks."""
         if self._settled is not None:
-            return self._without_the_needless(self._settled - set(self.out))
-        ran = {i for block in self.posterior.seen for i in block.on}
-        return self._as_sure_as_asked(self._best(self._expected(), ran - set(self.out)))
+            return self._without_the_needless(self._settled - set(self.dropped))
+        ran = {i for block in self.posterior.blocks for i in block.on}
+        return self._sure_enough(self._best(self._expected(), ran - set(self.dropped)))
 
-    def _at_most(self, on: Collection[int]) -> float:
+    def _upper_estimate(self, on: Collection[int]) -> float:
         """Return an upper estimate (mean + standard deviation) of the change of log(seconds per step) with these on."""
         mean, spread = self.posterior.gain(on)
         return mean + spread
@@ -276,7 +277,7 @@ class Course:
         # Kernels are compiled for one set of techniques: with another, a run would compile them again.
         if on & self._last - {index}:
             return False
-        return self._at_most(on - {index}) <= self._at_most(on) + AS_GOOD
+        return self._upper_estimate(on - {index}) <= self._upper_estimate(on) + AS_GOOD
 
     def _expected(self) -> list[float]:
         effects = self.posterior.means()
@@ -285,7 +286,7 @@ class Course:
             effects = [*alone, *effects[len(alone) :]]
         return effects
 
-    def _as_sure_as_asked(self, best: frozenset[int]) -> frozenset[int]:
+    def _sure_enough(self, best: frozenset[int]) -> frozenset[int]:
         """Return the candidates that surely help: each alone, or as a group if they could not be told apart in time."""
         sure = self._without_the_unsure(best)
         together = self._without_the_unsure(best, _HARMS)
@@ -300,16 +301,16 @@ class Course:
             on -= {min(weak, key=lambda i: self._estimate(i, on).helps)}
         return on
 
-    def _is_sure(self, index: int, found: CandidateEstimate, least: float = 1.0) -> bool:
+    def _is_sure(self, index: int, estimate: CandidateEstimate, least: float = 1.0) -> bool:
         """Return whether a candidate helps as surely as its effect asks; `least` suffices if it only rounds."""
-        asked = _LEAST_SURE[self._effect(index)]
+        required = _LEAST_SURE[self._effect(index)]
         if not self._must_be_sure(index):
-            asked = min(asked, least)
-        return found.helps >= asked and -found.mean >= _WORTH
+            required = min(required, least)
+        return estimate.helps >= required and -estimate.mean >= _WORTH
 
     def _effect(self, index: int) -> Effect:
-        one = self.candidates[index]
-        return CATALOGUE[one.name].effect_of(one.setting)
+        candidate = self.candidates[index]
+        return CATALOGUE[candidate.name].effect_of(candidate.setting)
 
     def _must_be_sure(self, index: int) -> bool:
         """Return whether a candidate changes the result by more than rounding."""
@@ -319,44 +320,48 @@ class Course:
         """Return the candidates for which more blocks could still change the choice."""
         return [
             i
-            for i, one in enumerate(self.estimates())
-            if not (i in self.out or i in self._last or self._is_as_known(i, one) or self._is_clear(i, one))
+            for i, estimate in enumerate(self.estimates())
+            if not (
+                i in self.dropped or i in self._last or self._is_as_known(i, estimate) or self._is_clear(i, estimate)
+            )
         ]
 
     def prior(self) -> Prior:
         """Return the estimates of everything measured, in this tune or before, as the next tune's prior."""
-        ran = {i for block in self.posterior.seen for i in block.on}
-        asked = [i in ran or one.known is not None for i, one in enumerate(self.candidates)]
-        asked += [asked[i] and asked[j] for i, j in self.posterior.pairs]
+        ran = {i for block in self.posterior.blocks for i in block.on}
+        is_measured = [i in ran or candidate.known is not None for i, candidate in enumerate(self.candidates)]
+        is_measured += [is_measured[i] and is_measured[j] for i, j in self.posterior.pairs]
         rows = _rows(self.candidates, self.posterior.pairs)
-        whole = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
-        return whole.only([row for row, wanted in zip(rows, asked, strict=True) if wanted])
+        prior = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
+        return prior.only([row for row, measured in zip(rows, is_measured, strict=True) if measured])
 
-    def _is_clear(self, index: int, found: CandidateEstimate) -> bool:
+    def _is_clear(self, index: int, estimate: CandidateEstimate) -> bool:
         """Return whether enough is known of a candidate: two blocks with it on and two off, or one without doubt."""
-        blocks, doubt = self.posterior.asked(index), min(found.helps, 1 - found.helps)
+        blocks, doubt = self.posterior.least_blocks(index), min(estimate.helps, 1 - estimate.helps)
         expected, spread = self.posterior.priors[index]
         # A result against expectation, and still uncertain, may really be the effect of other candidates.
-        own = expected * found.mean > 0 or found.spread < _OF_ITS_OWN * spread
-        if blocks >= _LEAST_BLOCKS and own:
-            return doubt < 1 - _SETTLED or abs(found.mean) + found.spread < 2 * _WORTH
+        is_its_own = expected * estimate.mean > 0 or estimate.spread < _OF_ITS_OWN * spread
+        if blocks >= _LEAST_BLOCKS and is_its_own:
+            return doubt < 1 - _SETTLED or abs(estimate.mean) + estimate.spread < 2 * _WORTH
         return blocks >= 1 and doubt < _NO_DOUBT
 
-    def _is_as_known(self, index: int, now: CandidateEstimate) -> bool:
+    def _is_as_known(self, index: int, estimate: CandidateEstimate) -> bool:
         """Return whether an earlier tune measured the candidate, new blocks agree, and that is enough to choose by."""
-        known = self.candidates[index].known
-        if known is None or abs(now.mean - known[0]) > _AGREES * known[1]:
+        earlier = self.candidates[index].known
+        if earlier is None or abs(estimate.mean - earlier[0]) > _AGREES * earlier[1]:
             return False
-        return now.spread < _FINE or now.helps < 1 - _LEAST_SURE[Effect.ROUNDING] or self._is_sure(index, now)
+        if estimate.spread < _FINE or estimate.helps < 1 - _LEAST_SURE[Effect.ROUNDING]:
+            return True
+        return self._is_sure(index, estimate)
 
 
 def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:
     """Return the pairs of candidates that may interact, with the prior (mean, deviation) of each interaction."""
     pairs = {
-        (i, j): _TOGETHER[one.name, other.name]
-        for i, one in enumerate(candidates)
-        for j, other in enumerate(candidates)
-        if (one.name, other.name) in _TOGETHER
+        (i, j): _INTERACTIONS[first.name, second.name]
+        for i, first in enumerate(candidates)
+        for j, second in enumerate(candidates)
+        if (first.name, second.name) in _INTERACTIONS
     }
     if prior is not None:
         for pair, name in zip(pairs, _rows(candidates, pairs)[len(candidates) :], strict=True):
@@ -366,18 +371,23 @@ def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[i
     return pairs
 
 
-def _shared(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], float]:
+def _covariances(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], float]:
     """Return the covariance of the effects of candidates and pairs that an earlier tune left; {} without one."""
     if prior is None:
         return {}
     rows = _rows(candidates, _pairs(candidates, None))
-    place = {number: prior.rows.index(name) for number, name in enumerate(rows) if name in prior.rows}
-    return {(i, j): prior.covariance[place[i]][place[j]] for i in place for j in place if i != j}
+    rows_in_prior = {number: prior.rows.index(name) for number, name in enumerate(rows) if name in prior.rows}
+    return {
+        (i, j): prior.covariance[rows_in_prior[i]][rows_in_prior[j]]
+        for i in rows_in_prior
+        for j in rows_in_prior
+        if i != j
+    }
 
 
 def _rows(candidates: Sequence[Candidate], pairs: Iterable[tuple[int, int]]) -> list[str]:
     """Return the names of the effects: of the candidates, then of the pairs."""
-    names = [one.key for one in candidates]
+    names = [candidate.key for candidate in candidates]
     return [*names, *(pair_key(names[i], names[j]) for i, j in pairs)]
 
 

@@ -22,7 +22,7 @@ Figure = TypeVar("Figure")
 
 _DISTURBS = 0.05  # of the CPU
 _LEAST_SECONDS = 0.03  # of CPU time: less drowns in the ticks in which the kernel counts
-_ROOM = 0.25  # of the CPU: with so much idle, and at least one core, other processes need not disturb
+_ENOUGH_IDLE = 0.25  # of the CPU: with so much idle, and at least one core, other processes need not disturb
 _WAITED = 0.1  # seconds per second that threads were ready but had no core: then others disturb all the same
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -77,8 +77,8 @@ class CoreUsage:
         if self.share < _DISTURBS or self.others < _LEAST_SECONDS:
             return False
         # A machine of 64 cores on which others keep 20 busy and 30 are idle disturbs nobody.
-        room = self.idle / self.seconds >= max(1.0, _ROOM * self.cores)
-        return not room or waited is None or waited >= _WAITED
+        has_room = self.idle / self.seconds >= max(1.0, _ENOUGH_IDLE * self.cores)
+        return not has_room or waited is None or waited >= _WAITED
 
 
 class CpuReading:
@@ -91,39 +91,45 @@ class CpuReading:
 
     def __init__(self, root: int | None = None) -> None:
         self.root = os.getpid() if root is None else root
-        self.at = time.monotonic()
-        self.cores = _told(_cores)
-        self.group = _told(_group)
-        self.waited = _told(_waited)
-        self.ours = _told(partial(_spent, self.root))
+        self.read_at = time.monotonic()
+        self.cores = _or_none(_cores)
+        self.group = _or_none(_group)
+        self.waited = _or_none(_waited)
+        self.own_seconds = _or_none(partial(_own_seconds, self.root))
 
     def taken(self) -> CpuContention:
         """Return what others took since this snapshot."""
         return self.until(CpuReading(self.root))
 
-    def until(self, now: CpuReading) -> CpuContention:
+    def until(self, later: CpuReading) -> CpuContention:
         """Return what others took between this snapshot and a later one."""
-        seconds = now.at - self.at
-        if self.cores is None or now.cores is None or self.ours is None or now.ours is None or seconds <= 0:
+        seconds = later.read_at - self.read_at
+        if (
+            self.cores is None
+            or later.cores is None
+            or self.own_seconds is None
+            or later.own_seconds is None
+            or seconds <= 0
+        ):
             return CpuContention()
-        ours = now.ours - self.ours
-        count, idle, steal = now.cores[0], now.cores[1] - self.cores[1], now.cores[2] - self.cores[2]
+        own_seconds = later.own_seconds - self.own_seconds
+        count, idle, steal = later.cores[0], later.cores[1] - self.cores[1], later.cores[2] - self.cores[2]
         waited = None
-        if self.waited is not None and now.waited is not None:
-            waited = max(0.0, now.waited - self.waited) / seconds
-        rooms = [CoreUsage(count, seconds, idle, count * seconds - idle - steal - ours)]
-        if self.group is not None and now.group is not None:
-            used, limit = now.group[0] - self.group[0], now.group[1]
-            rooms.append(CoreUsage(limit, seconds, limit * seconds - used, used - ours))
+        if self.waited is not None and later.waited is not None:
+            waited = max(0.0, later.waited - self.waited) / seconds
+        usages = [CoreUsage(count, seconds, idle, count * seconds - idle - steal - own_seconds)]
+        if self.group is not None and later.group is not None:
+            used, limit = later.group[0] - self.group[0], later.group[1]
+            usages.append(CoreUsage(limit, seconds, limit * seconds - used, used - own_seconds))
         stolen = max(0.0, steal / (count * seconds))
-        disturbs = stolen >= _DISTURBS or any(room.crowded(waited) for room in rooms)
-        return CpuContention(max(room.share for room in rooms), stolen, disturbs)
+        disturbs = stolen >= _DISTURBS or any(usage.crowded(waited) for usage in usages)
+        return CpuContention(max(usage.share for usage in usages), stolen, disturbs)
 
 
-def _told(ask: Callable[[], Figure | None]) -> Figure | None:
-    """Call `ask`; return None if the kernel does not provide its figures (a sandbox with a different /proc)."""
+def _or_none(read: Callable[[], Figure | None]) -> Figure | None:
+    """Call `read`; return None if the kernel does not provide its figures (a sandbox with a different /proc)."""
     try:
-        return ask()
+        return read()
     except (OSError, ValueError, LookupError):
         return None
 
@@ -152,18 +158,18 @@ def _waited() -> float | None:
     """Return the seconds that this process's threads and its descendants' main threads were ready but had no core."""
     files = [thread / "schedstat" for thread in Path("/proc/self/task").iterdir()]
     files += [Path(f"/proc/{pid}/schedstat") for pid in _descendants(os.getpid())]
-    told = [text.split()[1] for text in map(_text, files) if text]
-    return sum(map(int, told)) / 1e9 if told else None
+    waits = [text.split()[1] for text in map(_text, files) if text]
+    return sum(map(int, waits)) / 1e9 if waits else None
 
 
-def _spent(root: int) -> float:
+def _own_seconds(root: int) -> float:
     """Return the CPU seconds of this process and all of the root's descendants, ended ones included."""
-    mine, here = os.times(), os.getpid()
-    others = {root, *_descendants(root), *_descendants(here)} - {here}
-    return time.process_time() + mine.children_user + mine.children_system + sum(map(_of, others))
+    times, pid = os.times(), os.getpid()
+    others = {root, *_descendants(root), *_descendants(pid)} - {pid}
+    return time.process_time() + times.children_user + times.children_system + sum(map(_seconds_of, others))
 
 
-def _of(pid: int) -> float:
+def _seconds_of(pid: int) -> float:
     """Return the CPU seconds of a process and of its ended children."""
     fields = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) * _TICK
@@ -178,15 +184,15 @@ def _descendants(pid: int) -> list[int]:
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-    found: list[int] = []
-    look = [pid]
-    while look:
+    descendants: list[int] = []
+    unvisited = [pid]
+    while unvisited:
         with suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
-            for thread in Path(f"/proc/{look.pop()}/task").iterdir():
-                started = [int(child) for child in _text(thread / "children").split()]
-                found += started
-                look += started
-    return found
+            for thread in Path(f"/proc/{unvisited.pop()}/task").iterdir():
+                children = [int(child) for child in _text(thread / "children").split()]
+                descendants += children
+                unvisited += children
+    return descendants
 
 
 @cache

@@ -35,7 +35,7 @@ class Driver:
         board: The switchboard.
         recorder: The recorder of the steps' times.
         complete: Called at the end of the search; it may end the process.
-        wishes: Makes the generator that requests blocks.
+        requests: Makes the generator that requests blocks.
         record: Takes blocks and events; None to write them to the options' file.
         root: Process id that started the whole training; its CPU time is not "others'". None for this process.
 
@@ -50,7 +50,7 @@ class Driver:
         board: Switchboard,
         recorder: Recorder,
         complete: Callable[[], None],
-        wishes: Callable[[Course, OnlineOptions, Host], BlockRequests] = schedule,
+        requests: Callable[[Course, OnlineOptions, Host], BlockRequests] = schedule,
         record: BlockWriter | None = None,
         root: int | None = None,
     ) -> None:
@@ -62,145 +62,149 @@ class Driver:
         self._course = Course(
             options.candidates, options.seed, options.careful, options.validation_share, prior=options.prior
         )
-        self._course.drop(options.out, "off for good")
-        for on, seconds, disturbed in options.former:
-            self._course.saw(on, seconds, -1, disturbed)
-        self.by_pass = self._course.of(Liveness.PASS)
+        self._course.drop(options.dropped, "off for good")
+        for on, seconds, disturbed in options.earlier_blocks:
+            self._course.add_block(on, seconds, -1, disturbed)
+        self.by_pass = self._course.with_liveness(Liveness.PASS)
         self._pass_on: frozenset[int] = frozenset()  # candidates that act in the pass that goes on
         self._first_with: frozenset[int] = frozenset()  # those of them that are in their first pass, filling a cache
-        self._ever: set[int] = set()
+        self._ever_on: set[int] = set()
         self._validated: set[int] = set()  # slow starters (caches, compile) that have been on in a validation
         self._last_pass = 0
         self._begun_at = 0  # the script's pass may be split into several: batches of it before the current one
         self._passes = self._early = 0
         self._bad_before = False
         self.compiling = 0.0
-        self._open: OpenBlock | None = None
-        self._waiting: BlockRequest | None = None  # requested, and waiting for a pass with other per-pass techniques
-        self._wishes: BlockRequests | None = wishes(self._course, options, self)
-        self._next(None)
+        self._open_block: OpenBlock | None = None
+        self._waiting_request: BlockRequest | None = None  # waits for a pass with other per-pass techniques
+        self._requests: BlockRequests | None = requests(self._course, options, self)
+        self._next_block(None)
 
     # -- called by the recorder ------------------------------------------------------------------------------
 
     def on_step(self, steps: int) -> int | None:
         """Take in the step that just ended. Called between two steps, before the next batch is requested."""
-        if self._wishes is None or os.getpid() != self._pid:
+        if self._requests is None or os.getpid() != self._pid:
             return None
-        began = self._recorder.now()
+        started = self._recorder.now()
         number = self._recorder.current.batches - self._begun_at
-        if self._open is None:
+        if self._open_block is None:
             self._begin_if_ready()
-        elif self._open.step(self._recorder, number, self._ready(), self._last_pass):
-            self._block_over(self._open)
-        if 0 < self._options.last_step <= steps and self._wishes is not None:
+        elif self._open_block.step(self._recorder, number, self._ready(), self._last_pass):
+            self._block_ended(self._open_block)
+        if 0 < self._options.last_step <= steps and self._requests is not None:
             self._complete()  # no further step will come in this process: the search continues in the next one
-        if self._open is not None:
-            self._open.between = self._recorder.now() - began
+        if self._open_block is not None:
+            self._open_block.between = self._recorder.now() - started
         return None
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
         """Take in the begin or end of a pass through a loader."""
-        if self._wishes is None or os.getpid() != self._pid:
+        if self._requests is None or os.getpid() != self._pid:
             return
         if began:
             return
         if not opened.trained:
-            self._validation_over(opened)
+            self._validation_ended(opened)
             return
-        self._pass_over(opened.batches - self._begun_at)
+        self._pass_ended(opened.batches - self._begun_at)
         self._begun_at = 0
-        if self._open is not None:
-            self._open.between = 0.0  # the next step begins with the next pass
+        if self._open_block is not None:
+            self._open_block.between = 0.0  # the next step begins with the next pass
 
-    def _validation_over(self, opened: OpenPass) -> None:
+    def _validation_ended(self, opened: OpenPass) -> None:
         """Take in the time per batch of a validation pass, unless it compiled kernels or filled a cache."""
-        on, last = self._on(), self._course.of(Liveness.LAST)
+        on, last = self._on(), self._course.with_liveness(Liveness.LAST)
         slow_at_first = {i for i in on if i in last or self._options.candidates[i].name in FILLS}
         if opened.batches > 1 and slow_at_first <= self._validated:
             seconds = (self._recorder.now() - opened.first) / (opened.batches - 1)
-            self._course.saw_validation(on, seconds)
+            self._course.add_validation(on, seconds)
             self._record.write(Event("validated", tuple(sorted(on)), seconds))
         self._validated |= slow_at_first
 
-    def goes_on(self, opened: OpenPass, whole: int) -> bool:
+    def goes_on(self, opened: OpenPass, full_batches: int) -> bool:
         """Return whether a shortened pass shall start over, unseen by the script, after its last batch.
 
         Args:
             opened: The script's pass.
-            whole: Number of batches of the full pass: the script never sees more.
+            full_batches: Number of batches of the full pass: the script never sees more.
         """
-        if self._wishes is None or os.getpid() != self._pid or not opened.trained:
+        if self._requests is None or os.getpid() != self._pid or not opened.trained:
             return False
         batches = opened.batches - self._begun_at
-        if batches < 1 or opened.batches + batches > whole:
+        if batches < 1 or opened.batches + batches > full_batches:
             return False
         self._passes += 1
         if self._passes in _EARLY and self._early < self._options.early_ends:
             self._early += 1  # the script's epoch ends, so that its validation is seen
             return False
-        self._pass_over(batches)
+        self._pass_ended(batches)
         self._begun_at = opened.batches
         return True
 
     def skip(self) -> None:
         """End the current block without measuring it, and begin the next."""
-        if self._wishes is not None:
-            self._next(MeasuredBlock(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
+        if self._requests is not None:
+            self._next_block(MeasuredBlock(0.0, 0.0, 0, tuple(sorted(self._on())), "", trouble="not measured"))
 
-    def _pass_over(self, batches: int) -> None:
+    def _pass_ended(self, batches: int) -> None:
         """Take in the end of a pass: switch the per-pass techniques, before the next begins."""
         self._last_pass = batches
-        wanted = self._wanted() & self.by_pass
-        if self._first_with and self._open is not None:
-            self._open = self._opened(self._open.wish)  # it began while a cache was filling: measure it again
-        self._first_with = frozenset(i for i in wanted - self._ever if self._options.candidates[i].name in FILLS)
-        self._ever |= wanted
-        if wanted == self._pass_on:
+        requested = self._requested() & self.by_pass
+        if self._first_with and self._open_block is not None:
+            # It began while a cache was filling: measure it again.
+            self._open_block = self._open_for(self._open_block.request)
+        self._first_with = frozenset(i for i in requested - self._ever_on if self._options.candidates[i].name in FILLS)
+        self._ever_on |= requested
+        if requested == self._pass_on:
             return
-        if self._open is not None and self._open.steps:
-            self._open = self._opened(self._open.wish)  # it would span passes of different techniques: start over
-        self._pass_on = wanted
+        if self._open_block is not None and self._open_block.steps:
+            # It would span passes of different techniques: start over.
+            self._open_block = self._open_for(self._open_block.request)
+        self._pass_on = requested
         self._switch(self._on())
-        if self._open is not None:
-            self._open.on = self._on()
+        if self._open_block is not None:
+            self._open_block.on = self._on()
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def _next(self, measured: MeasuredBlock | None) -> None:
+    def _next_block(self, measured: MeasuredBlock | None) -> None:
         """Ask the schedule for the next block."""
-        assert self._wishes is not None
+        assert self._requests is not None
         try:
-            wish = next(self._wishes) if measured is None else self._wishes.send(measured)
+            request = next(self._requests) if measured is None else self._requests.send(measured)
         except StopIteration:
             self._end("")
             return
-        self._open, self._waiting = None, wish
+        self._open_block, self._waiting_request = None, request
         self._begin_if_ready()
 
     def _begin_if_ready(self) -> None:
         """Begin the requested block, unless it has to wait for a pass."""
-        wish = self._waiting
-        assert wish is not None
-        waits = wish.exact and wish.on & self.by_pass != self._pass_on
+        request = self._waiting_request
+        assert request is not None
+        waits = request.exact and request.on & self.by_pass != self._pass_on
         fills = bool(self._first_with) and self._recorder.passes
-        if waits or (fills and wish.exact):
+        if waits or (fills and request.exact):
             if time.monotonic() > self._options.claim_until:
                 self._end("the claim's passes did not come in time")
             return
-        self._open = self._opened(wish)
-        self._switch(self._open.on)
-        self._open.on = self._acting(wish.on)
+        self._open_block = self._open_for(request)
+        self._switch(self._open_block.on)
+        self._open_block.on = self._really_on(request.on)
 
-    def _opened(self, wish: BlockRequest) -> OpenBlock:
-        return OpenBlock(wish, self._acting(wish.on), self._options.block_seconds, synchronize, root=self._root)
+    def _open_for(self, request: BlockRequest) -> OpenBlock:
+        return OpenBlock(
+            request, self._really_on(request.on), self._options.block_seconds, synchronize, root=self._root
+        )
 
-    def _block_over(self, block: OpenBlock) -> None:
-        measured = block.over()
+    def _block_ended(self, block: OpenBlock) -> None:
+        measured = block.finish()
         self.compiling = block.skipped
         self._note_broken()
-        if alone := self._note_alone(block.on):
-            measured = dataclasses.replace(measured, on=tuple(sorted(block.on - alone)))
-        if failed := (block.on & set(self._course.out)) - alone:
+        if left_alone := self._note_alone(block.on):
+            measured = dataclasses.replace(measured, on=tuple(sorted(block.on - left_alone)))
+        if failed := (block.on & set(self._course.dropped)) - left_alone:
             measured = _in_trouble(measured, f"{self._options.candidates[min(failed)].name} failed in it")
         if is_bad(self._recorder):
             if not self._bad_before and block.on:
@@ -211,30 +215,30 @@ class Driver:
         if self._first_with:
             measured = _in_trouble(measured, FILLING)
         self._record.write(measured)
-        self._next(measured)
+        self._next_block(measured)
 
     def _note_alone(self, on: frozenset[int]) -> set[int]:
         """Return the techniques that were on but acted on nothing: blocks say nothing about them."""
-        alone = set()
-        for index in on - set(self._course.out):
-            one = self._options.candidates[index]
-            if why := self._board.alone(one.name, one.setting):
-                alone.add(index)
+        left_alone = set()
+        for index in on - set(self._course.dropped):
+            candidate = self._options.candidates[index]
+            if why := self._board.why_left_alone(candidate.name, candidate.setting):
+                left_alone.add(index)
                 self._course.drop([index], f"it leaves this training alone: {why}")
                 self._record.write(Event("alone", (index,), text=f"it leaves this training alone: {why}"))
-        return alone
+        return left_alone
 
-    def _wanted(self) -> frozenset[int]:
-        """What the block that goes on, or the one that waits, was asked for with."""
-        wish = self._open.wish if self._open is not None else self._waiting
-        return wish.on if wish is not None else frozenset()
+    def _requested(self) -> frozenset[int]:
+        """Return what was requested to be on: for the open block, or else for the one that waits."""
+        request = self._open_block.request if self._open_block is not None else self._waiting_request
+        return request.on if request is not None else frozenset()
 
     def _on(self) -> frozenset[int]:
-        return self._acting(self._wanted())
+        return self._really_on(self._requested())
 
-    def _acting(self, wanted: frozenset[int]) -> frozenset[int]:
+    def _really_on(self, requested: frozenset[int]) -> frozenset[int]:
         """Return what is really on when these are requested: per-pass techniques change only with the next pass."""
-        return ((wanted - self.by_pass) | self._pass_on) - set(self._course.out)
+        return ((requested - self.by_pass) | self._pass_on) - set(self._course.dropped)
 
     def _ready(self) -> int:
         """Return how many batches workers may have had ready when this pass asked for its first."""
@@ -249,27 +253,27 @@ class Driver:
 
     def _switch(self, on: frozenset[int]) -> None:
         candidates = self._options.candidates
-        wanted = {candidates[i].name: candidates[i].setting for i in sorted(on)}
-        if wanted == self._board.on:
+        settings = {candidates[i].name: candidates[i].setting for i in sorted(on)}
+        if settings == self._board.on:
             return
         self._record.write(Event("switch", tuple(sorted(on))))
-        self._board.switch(wanted)
+        self._board.switch(settings)
         self._note_broken()
 
     def _note_broken(self) -> None:
         """Switch techniques off for good that failed, when switched on or since."""
         for name, why in self._board.broken.items():
-            indices = tuple(i for i, one in enumerate(self._options.candidates) if one.name == name)
-            if new := tuple(i for i in indices if i not in self._course.out):
-                self._course.drop(new, why)
-                self._record.write(Event("broken", new, text=why))
+            indices = tuple(i for i, candidate in enumerate(self._options.candidates) if candidate.name == name)
+            if newly_broken := tuple(i for i in indices if i not in self._course.dropped):
+                self._course.drop(newly_broken, why)
+                self._record.write(Event("broken", newly_broken, text=why))
 
     def note(self, event: Event) -> None:
         """Write an event of the schedule to the record."""
         self._record.write(event)
 
     def _end(self, why: str) -> None:
-        self._wishes = self._open = self._waiting = None
+        self._requests = self._open_block = self._waiting_request = None
         self._record.write(Event("over", text=why))
         self._complete()
 

@@ -41,8 +41,8 @@ def now_left_alone(together: bool = False) -> str:
 
 def ranks_started() -> int:
     """Return the number of processes that the launcher started for this training."""
-    said = os.environ.get("WORLD_SIZE", "1")
-    return int(said) if said.isdecimal() else 1
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return int(world_size) if world_size.isdecimal() else 1
 
 
 def ranks_joined() -> int:
@@ -75,11 +75,11 @@ def seconds_of_step(evidence: Evidence) -> float:
 
 def too_short(evidence: Evidence, options: AutoOptions) -> str:
     """Return why too little of the training is left to tune it; "" if there is enough or its length is unknown."""
-    whole = steps_known(evidence, options)
-    if whole is None:
+    total_steps = steps_known(evidence, options)
+    if total_steps is None:
         return ""
-    left = (whole - evidence.steps) * seconds_of_step(evidence)
-    return f"only {max(0.0, left):.0f} s of training are left" if left < options.least_seconds else ""
+    seconds_left = (total_steps - evidence.steps) * seconds_of_step(evidence)
+    return f"only {max(0.0, seconds_left):.0f} s of training are left" if seconds_left < options.least_seconds else ""
 
 
 def too_large(name: str, evidence: Evidence) -> bool:
@@ -140,22 +140,28 @@ def switchable(machine: Machine) -> list[Technique]:
 
 def replayed(schedule: Iterable[RecordedSwitch]) -> list[Technique]:
     """Return one technique object for each setting that the schedule of an earlier run has on."""
-    known = {f"{name} {toml_value(setting)}": (name, setting) for one in schedule for name, setting in one.on.items()}
-    return [CATALOGUE[name](setting) for name, setting in known.values()]
+    settings = {
+        f"{name} {toml_value(setting)}": (name, setting) for switch in schedule for name, setting in switch.on.items()
+    }
+    return [CATALOGUE[name](setting) for name, setting in settings.values()]
 
 
 def candidates(evidence: Evidence, installed: Iterable[Technique]) -> tuple[Candidate, ...]:
     """Return those of the installed techniques that may help the training, by its evidence."""
-    here = {f"{one.name} {toml_value(one.setting)}" for one in installed}
-    return tuple(one for one in applicable(evidence).candidates if f"{one.name} {toml_value(one.setting)}" in here)
+    installed_settings = {f"{candidate.name} {toml_value(candidate.setting)}" for candidate in installed}
+    return tuple(
+        candidate
+        for candidate in applicable(evidence).candidates
+        if f"{candidate.name} {toml_value(candidate.setting)}" in installed_settings
+    )
 
 
-def told_without_asking(facts: LoaderFacts, loader: Any) -> LoaderFacts:
+def facts_without_probe(facts: LoaderFacts, loader: Any) -> LoaderFacts:
     """Return facts of a loader without probing its dataset: in a user's own run no extra sample may be drawn."""
     if loader is None or facts.role != "train":
         return facts
-    held = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
-    return dataclasses.replace(facts, probe=Probe(in_memory=held, failed="a run of one's own asks no samples"))
+    in_memory = bool(loader._auto_collation) and facts.default_collate and holds_rows(loader.dataset)
+    return dataclasses.replace(facts, probe=Probe(in_memory=in_memory, failed="a run of one's own asks no samples"))
 
 
 def _settings(technique: type[Technique], machine: Machine) -> tuple[Setting, ...]:

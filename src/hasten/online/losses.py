@@ -23,36 +23,36 @@ class Losses:
     def __init__(self) -> None:
         self.bad_before = False
         self._unread: deque[list[Any]] = deque(maxlen=_UNREAD)
-        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._remembered: deque[float] = deque(maxlen=_USUAL)
 
-    def saw(self, losses: list[Any]) -> None:
+    def add(self, losses: list[Any]) -> None:
         """Take in the losses on which the last step called backward."""
         if losses:
             self._unread.append(losses)
 
-    def wrong(self, on: bool, watched: bool) -> str:
+    def problem(self, on: bool, watched: bool) -> str:
         """Return what is wrong with the losses since the last call; "" if nothing is.
 
         Args:
             on: Whether any technique was on.
             watched: Also compare them with earlier losses, because a technique was on for the first time.
         """
-        seen = self._read()
-        if not all(map(math.isfinite, seen)):
+        losses = self._read()
+        if not all(map(math.isfinite, losses)):
             if on and not self.bad_before:
                 return "the loss turned to NaN or infinity"
             self.bad_before = True
-        finite = [loss for loss in seen if math.isfinite(loss)]
+        finite = [loss for loss in losses if math.isfinite(loss)]
         if watched and finite and (why := self._rose(statistics.fmean(finite))):
             return why
-        self._usual += finite
+        self._remembered += finite
         return ""
 
     def _rose(self, mean: float) -> str:
         """Return a message if the mean lies above all earlier losses by more than their range; else ""."""
-        if len(self._usual) < _LEAST:
+        if len(self._remembered) < _LEAST:
             return ""
-        lowest, highest = min(self._usual), max(self._usual)
+        lowest, highest = min(self._remembered), max(self._remembered)
         if mean <= highest + max(highest - lowest, _LEAST_ROOM * abs(highest)):
             return ""
         return f"the loss rose to {mean:.4g}; the steps before had {lowest:.4g} to {highest:.4g}"
@@ -65,5 +65,5 @@ class Losses:
         if not steps:
             return []
         sums = [torch.stack([loss.detach().float().mean() for loss in losses]).sum() for losses in steps]
-        read: list[float] = torch.stack(sums).tolist()
-        return read
+        values: list[float] = torch.stack(sums).tolist()
+        return values

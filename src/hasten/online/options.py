@@ -43,7 +43,7 @@ class Candidate:
         return f"{self.name}={toml_value(self.setting)}"
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """Name for reports: the label, or technique and setting."""
         return self.label or self.key
 
@@ -60,13 +60,13 @@ class OnlineOptions:
         block_seconds: Least measured seconds of a block.
         seed: Seed of the search's random draws; another seed measures in another order.
         careful: Add candidates that never ran before one at a time, because an earlier process crashed.
-        former: Blocks of earlier processes, as (indices of the candidates that were on, seconds per step, disturbed).
+        earlier_blocks: Blocks of earlier processes: (indices of candidates that were on, seconds per step, disturbed).
         plan: Indices of the candidates to measure the claim for; None for those that the search chooses.
         total_steps: Steps of the full training, over which compiling must pay for itself.
         validation_share: Share of an epoch's time that validation takes, from 0 to 1.
         prior: An earlier tune's estimate of the candidates and pairs.
         early_ends: How often a pass of the script may be cut short, so that its validation is seen.
-        out: Indices of candidates that are off for good.
+        dropped: Indices of candidates that are off for good.
         settled: Indices that an earlier process settled on, so that the search is over; None if it is not.
         compiling: Seconds that compiling took in an earlier process; None if it was not tried.
         last_step: Number of steps after which an earlier process trained no more but went on for long: the process
@@ -80,11 +80,11 @@ class OnlineOptions:
     block_seconds: float = 0.5
     seed: int = 0
     careful: bool = False
-    former: tuple[tuple[tuple[int, ...], float, bool], ...] = ()
+    earlier_blocks: tuple[tuple[tuple[int, ...], float, bool], ...] = ()
     plan: tuple[int, ...] | None = None
     total_steps: int = 10_000
     validation_share: float = 0.0
-    out: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
     early_ends: int = 0
     prior: Prior | None = None
     settled: tuple[int, ...] | None = None
@@ -94,7 +94,7 @@ class OnlineOptions:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OnlineOptions:
         """Build the options from `dataclasses.asdict`'s result after a round trip through JSON and `tuples`."""
-        candidates = tuple(Candidate(**one) for one in data["candidates"])
+        candidates = tuple(Candidate(**candidate) for candidate in data["candidates"])
         prior = Prior(**data["prior"]) if data["prior"] is not None else None
         return cls(**{**data, "candidates": candidates, "prior": prior})
 
@@ -109,7 +109,7 @@ class AutoOptions:
         epochs: Epochs of the whole training, if the command line names them.
         replay: Switch as an earlier run did, without a search.
         seed: Seed of the search's random draws.
-        shown: The plan's file as the user named it.
+        plan_shown_as: The plan's file as the user named it.
         least_seconds: A training with less time left than this is left alone.
         most_seconds: Most seconds of the search.
         look_every: Least number of steps between two looks at whether the chosen set still helps.
@@ -122,7 +122,7 @@ class AutoOptions:
     epochs: int | None = None
     replay: bool = False
     seed: int = 0
-    shown: str = ""
+    plan_shown_as: str = ""
     least_seconds: float = 60.0
     most_seconds: float = 60.0
     look_every: int = 1000

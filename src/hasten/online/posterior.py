@@ -28,7 +28,7 @@ _DRIFT = 0.15  # of the noise: standard deviation of the level's random walk bet
 _LEAST_NOISE = 0.01
 _FIRST_NOISE = 0.06
 _ENOUGH = 6  # blocks from which the noise can be estimated
-_FAR = 3.0  # standard deviations: a block or an effect beyond that is an outlier, and its deviation is widened
+_OUTLIER = 3.0  # standard deviations: a block or an effect beyond that is an outlier, and its deviation is widened
 _NEAR = 5  # blocks on either side from which the level at a block is estimated
 _RUNS = 8  # of the filter, at most; two or three are usually enough
 _STEADY = 0.02  # relative change of the noise and the widened deviations: the last run changes them by less
@@ -87,29 +87,29 @@ class _Filter:
     mean: list[float]
     cov: list[list[float]]
 
-    def step(self, rows: Sequence[int], pace: float, noise: float, far: float) -> tuple[float, bool]:
+    def step(self, rows: Sequence[int], pace: float, noise: float, factor: float) -> tuple[float, bool]:
         """Take in a block.
 
         Args:
             rows: Indices of the terms that acted in it.
             pace: log(seconds per step).
             noise: Standard deviation of such a block.
-            far: Factor by which the noise is widened because the block is an outlier.
+            factor: Factor by which the noise is widened because the block is an outlier.
 
         Returns:
-            The block's distance from its prediction in standard deviations, without `far`; and whether the prediction
-            was more certain than the block's own noise.
+            The block's distance from its prediction in standard deviations, without `factor`; and whether the
+            prediction was more certain than the block's own noise.
         """
-        towards = [sum([row[j] for j in rows]) for row in self.cov]
-        known = max(0.0, sum(towards[j] for j in rows))
+        covariances = [sum([row[j] for j in rows]) for row in self.cov]
+        predicted_variance = max(0.0, sum(covariances[j] for j in rows))
         unexpected = pace - sum(self.mean[j] for j in rows)
-        variance = known + (far * noise) ** 2
-        self.mean = [mean + share * (unexpected / variance) for mean, share in zip(self.mean, towards, strict=True)]
+        variance = predicted_variance + (factor * noise) ** 2
+        self.mean = [mean + gain * (unexpected / variance) for mean, gain in zip(self.mean, covariances, strict=True)]
         self.cov = [
-            [value - share * other for value, other in zip(row, towards, strict=True)]
-            for row, share in zip(self.cov, [share / variance for share in towards], strict=True)
+            [value - gain * covariance for value, covariance in zip(row, covariances, strict=True)]
+            for row, gain in zip(self.cov, [gain / variance for gain in covariances], strict=True)
         ]
-        return abs(unexpected) / math.sqrt(known + noise * noise), known <= noise * noise
+        return abs(unexpected) / math.sqrt(predicted_variance + noise * noise), predicted_variance <= noise * noise
 
 
 class Posterior:
@@ -131,12 +131,12 @@ class Posterior:
         self.priors = list(priors)
         self.pairs = dict(pairs)
         self._shared = dict(shared)
-        self.seen: list[PacedBlock] = []
+        self.blocks: list[PacedBlock] = []
         self._fitted: tuple[_Filter, float] | None = None
 
     def add(self, on: Collection[int], seconds: float, process: int = 0, disturbed: bool = False) -> None:
         """Take in a measured block. `seconds` is per step."""
-        self.seen.append(PacedBlock(frozenset(on), math.log(seconds), process, disturbed))
+        self.blocks.append(PacedBlock(frozenset(on), math.log(seconds), process, disturbed))
         self._fitted = None
 
     @property
@@ -147,7 +147,7 @@ class Posterior:
     @property
     def level(self) -> float:
         """Expected log(seconds per step) of the next block with nothing on."""
-        return self._known.mean[0]
+        return self._state.mean[0]
 
     def estimate(self, index: int, beside: Collection[int]) -> CandidateEstimate:
         """Return the estimate of a candidate's effect while the candidates `beside` are on."""
@@ -155,14 +155,14 @@ class Posterior:
         return CandidateEstimate(
             mean,
             math.sqrt(max(1e-12, variance)),
-            sum(index in block.on for block in self.seen),
-            sum(index not in block.on for block in self.seen),
+            sum(index in block.on for block in self.blocks),
+            sum(index not in block.on for block in self.blocks),
         )
 
-    def asked(self, index: int) -> float:
+    def least_blocks(self, index: int) -> float:
         """Return the lesser number of blocks: with the candidate on, or with it off. A disturbed one counts a third."""
-        weights = [(index in block.on, 1 / _LESS_SURE if block.disturbed else 1.0) for block in self.seen]
-        return min(sum(weight for on, weight in weights if on is side) for side in (True, False))
+        weights = [(index in block.on, 1 / _LESS_SURE if block.disturbed else 1.0) for block in self.blocks]
+        return min(sum(weight for on, weight in weights if on is is_on) for is_on in (True, False))
 
     def gain(self, on: Collection[int]) -> tuple[float, float]:
         """Return mean and standard deviation of the change of log(seconds per step) when these are on."""
@@ -176,15 +176,15 @@ class Posterior:
 
     def means(self) -> list[float]:
         """Return the expected effects of the candidates, then of the pairs."""
-        return self._known.mean[1:-1]
+        return self._state.mean[1:-1]
 
     def covariance(self) -> list[list[float]]:
         """Return the covariance of the effects of the candidates, then of the pairs."""
-        return [row[1:-1] for row in self._known.cov[1:-1]]
+        return [row[1:-1] for row in self._state.cov[1:-1]]
 
     def draw(self, lot: random.Random) -> list[float]:
         """Draw the effects of all candidates, then of all pairs, from their joint posterior."""
-        mean, factor = self._known.mean, cholesky(self._known.cov, 1e-12)[0]
+        mean, factor = self._state.mean, cholesky(self._state.cov, 1e-12)[0]
         normal = [lot.gauss(0.0, 1.0) for _ in mean]
         return [mean[i] + sum(factor[i][j] * normal[j] for j in range(i + 1)) for i in range(1, len(factor) - 1)]
 
@@ -192,8 +192,12 @@ class Posterior:
 
     def _rows(self, on: Collection[int]) -> list[int]:
         """Return the terms that act in a block with these on: the level, the candidates, the pairs with both on."""
-        first = 1 + len(self.priors)
-        together = (first + place for place, (one, other) in enumerate(self.pairs) if one in on and other in on)
+        first_pair = 1 + len(self.priors)
+        together = (
+            first_pair + number
+            for number, (first_on, second_on) in enumerate(self.pairs)
+            if first_on in on and second_on in on
+        )
         return [0, *(1 + i for i in on), *together]
 
     def _rows_of(self, block: PacedBlock) -> list[int]:
@@ -203,105 +207,112 @@ class Posterior:
 
     def _rows_of_pairs(self, index: int, beside: Collection[int]) -> list[int]:
         """Return the terms of the pairs that a candidate forms with the candidates `beside`."""
-        first = 1 + len(self.priors)
+        first_pair = 1 + len(self.priors)
         return [
-            first + place
-            for place, (one, other) in enumerate(self.pairs)
-            if (one == index and other in beside) or (other == index and one in beside)
+            first_pair + number
+            for number, (first, second) in enumerate(self.pairs)
+            if (first == index and second in beside) or (second == index and first in beside)
         ]
 
     def _sum(self, rows: Collection[int]) -> tuple[float, float]:
         """Return mean and variance of the sum of these terms."""
-        known = self._known
-        return sum(known.mean[i] for i in rows), sum(known.cov[i][j] for i in rows for j in rows)
+        state = self._state
+        return sum(state.mean[i] for i in rows), sum(state.cov[i][j] for i in rows for j in rows)
 
     # -- the fit -------------------------------------------------------------------------------------------
 
     @property
-    def _known(self) -> _Filter:
+    def _state(self) -> _Filter:
         return self._fit()[0]
 
     def _fit(self) -> tuple[_Filter, float]:
         """Run the filter over all blocks until it converges. Return its last state and the noise."""
         if self._fitted is not None:
             return self._fitted
-        priors = [(self.seen[0].pace if self.seen else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
-        noise, wide, far = _FIRST_NOISE, [1.0] * len(priors), [1.0] * len(self.seen)
+        priors = [(self.blocks[0].pace if self.blocks else 0.0, 1.0), *self.priors, *self.pairs.values(), _DISTURBED]
+        noise, prior_factors, block_factors = _FIRST_NOISE, [1.0] * len(priors), [1.0] * len(self.blocks)
         for _ in range(_RUNS):
-            known, off = self._run(priors, noise, wide, far)
-            before = [noise, *wide, *far]
-            noise = self._noise_of(off, noise)
-            wide = [
-                max(1.0, abs(mean - expected) / (_FAR * spread)) if spread else 1.0
-                for mean, (expected, spread) in zip(known.mean, priors, strict=True)
+            state, distances = self._run(priors, noise, prior_factors, block_factors)
+            previous = [noise, *prior_factors, *block_factors]
+            noise = self._noise_of(distances, noise)
+            prior_factors = [
+                max(1.0, abs(mean - expected) / (_OUTLIER * spread)) if spread else 1.0
+                for mean, (expected, spread) in zip(state.mean, priors, strict=True)
             ]
-            far = self._far(known.mean, noise)
-            if all(abs(one - other) <= _STEADY * one for one, other in zip(before, [noise, *wide, *far], strict=True)):
+            block_factors = self._outlier_factors(state.mean, noise)
+            if all(
+                abs(old - new) <= _STEADY * old
+                for old, new in zip(previous, [noise, *prior_factors, *block_factors], strict=True)
+            ):
                 break
-        self._fitted = known, noise
+        self._fitted = state, noise
         return self._fitted
 
     def _run(
-        self, priors: Sequence[tuple[float, float]], noise: float, wide: Sequence[float], far: Sequence[float]
+        self,
+        priors: Sequence[tuple[float, float]],
+        noise: float,
+        prior_factors: Sequence[float],
+        block_factors: Sequence[float],
     ) -> tuple[_Filter, list[tuple[float, bool]]]:
         """Run the filter over all blocks once.
 
         Args:
             priors: Mean and standard deviation of each term.
             noise: Standard deviation of a quiet block.
-            wide: Factor by which each prior's standard deviation is widened.
-            far: Factor by which each block's noise is widened.
+            prior_factors: Factor by which each prior's standard deviation is widened.
+            block_factors: Factor by which each block's noise is widened.
 
         Returns:
             The filter's last state, and what `_Filter.step` returned for each block.
         """
-        known = _Filter([mean for mean, _ in priors], [[0.0] * len(priors) for _ in priors])
+        state = _Filter([mean for mean, _ in priors], [[0.0] * len(priors) for _ in priors])
         for i, (_, spread) in enumerate(priors):
-            known.cov[i][i] = (spread * wide[i]) ** 2
+            state.cov[i][i] = (spread * prior_factors[i]) ** 2
         for (i, j), covariance in self._shared.items():
-            known.cov[1 + i][1 + j] = covariance
-        process = self.seen[0].process if self.seen else 0
-        off = []
-        for block, less_sure, times in zip(self.seen, self._less_sure(), far, strict=True):
-            known.cov[0][0] += (_DRIFT * noise) ** 2
+            state.cov[1 + i][1 + j] = covariance
+        process = self.blocks[0].process if self.blocks else 0
+        distances = []
+        for block, less_sure, factor in zip(self.blocks, self._less_sure(), block_factors, strict=True):
+            state.cov[0][0] += (_DRIFT * noise) ** 2
             if block.process != process:
                 process = block.process
-                known.cov[0][0] += _RESTART**2
-            off.append(known.step(self._rows_of(block), block.pace, less_sure * noise, times))
-        return known, off
+                state.cov[0][0] += _RESTART**2
+            distances.append(state.step(self._rows_of(block), block.pace, less_sure * noise, factor))
+        return state, distances
 
     def _less_sure(self) -> list[float]:
         """Return each block's noise in that of a quiet block: more than 1 if other processes disturbed it."""
         # If every block was disturbed there is nothing better to compare with: the noise is that of disturbed blocks.
-        always = len(self.seen) > _ENOUGH and all(block.disturbed for block in self.seen)
-        return [_LESS_SURE if block.disturbed and not always else 1.0 for block in self.seen]
+        always = len(self.blocks) > _ENOUGH and all(block.disturbed for block in self.blocks)
+        return [_LESS_SURE if block.disturbed and not always else 1.0 for block in self.blocks]
 
-    def _noise_of(self, off: Sequence[tuple[float, bool]], noise: float) -> float:
+    def _noise_of(self, distances: Sequence[tuple[float, bool]], noise: float) -> float:
         """Return the noise that the blocks' distances from their predictions show.
 
         Undisturbed blocks whose set was well known before (such as a set measured again) are preferred: the distance of
         the others is partly due to effects that were still unknown. With too few blocks, return `noise` itself.
 
         Args:
-            off: What `_Filter.step` returned for each block.
+            distances: What `_Filter.step` returned for each block.
             noise: The noise that the filter ran with.
         """
-        later = list(zip(self.seen, off, strict=True))[1:]  # the first block only sets the level
+        later = list(zip(self.blocks, distances, strict=True))[1:]  # the first block only sets the level
         quiet = [step for block, step in later if not block.disturbed]
         steps = quiet if len(quiet) >= _ENOUGH else [step for _, step in later]
-        known = [step for step in steps if step[1]]
-        steps = known if len(known) >= _ENOUGH else steps
+        predicted = [step for step in steps if step[1]]
+        steps = predicted if len(predicted) >= _ENOUGH else steps
         if len(steps) < _ENOUGH:
             return noise
         # Hiccups do not move the median; for a normal distribution 1.48 times it is the standard deviation.
         return max(_LEAST_NOISE, 1.48 * noise * statistics.median(deviations for deviations, _ in steps))
 
-    def _far(self, mean: Sequence[float], noise: float) -> list[float]:
+    def _outlier_factors(self, mean: Sequence[float], noise: float) -> list[float]:
         """Return the factor by which each block's noise is widened: more than 1 for outliers among their neighbours."""
-        rest = [block.pace - sum(mean[i] for i in self._rows_of(block)[1:]) for block in self.seen]
-        far = []
-        for at, (block, less_sure) in enumerate(zip(self.seen, self._less_sure(), strict=True)):
-            around = range(max(0, at - _NEAR), min(len(rest), at + _NEAR + 1))
-            level = statistics.median(rest[i] for i in around if self.seen[i].process == block.process)
-            far.append(max(1.0, abs(rest[at] - level) / (_FAR * noise * less_sure)))
-        return far
+        levels = [block.pace - sum(mean[i] for i in self._rows_of(block)[1:]) for block in self.blocks]
+        factors = []
+        for index, (block, less_sure) in enumerate(zip(self.blocks, self._less_sure(), strict=True)):
+            around = range(max(0, index - _NEAR), min(len(levels), index + _NEAR + 1))
+            level = statistics.median(levels[i] for i in around if self.blocks[i].process == block.process)
+            factors.append(max(1.0, abs(levels[index] - level) / (_OUTLIER * noise * less_sure)))
+        return factors

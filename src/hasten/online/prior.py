@@ -28,32 +28,32 @@ class Prior:
 
     def only(self, rows: Sequence[str]) -> Prior:
         """Return the estimate of these rows alone, in this order."""
-        at = [self.rows.index(row) for row in rows]
-        covariance = tuple(tuple(self.covariance[i][j] for j in at) for i in at)
-        return Prior(tuple(rows), tuple(self.mean[i] for i in at), covariance)
+        indices = [self.rows.index(row) for row in rows]
+        covariance = tuple(tuple(self.covariance[i][j] for j in indices) for i in indices)
+        return Prior(tuple(rows), tuple(self.mean[i] for i in indices), covariance)
 
     def beside(self, other: Prior) -> Prior:
         """Return this estimate, extended by the rows that only `other` has, as independent of these."""
         other = other.only([row for row in other.rows if row not in self.rows])
-        mine, theirs = (0.0,) * len(self.rows), (0.0,) * len(other.rows)
-        covariance = [*(line + theirs for line in self.covariance), *(mine + line for line in other.covariance)]
+        zeros, other_zeros = (0.0,) * len(self.rows), (0.0,) * len(other.rows)
+        covariance = [*(row + other_zeros for row in self.covariance), *(zeros + row for row in other.covariance)]
         return Prior(self.rows + other.rows, self.mean + other.mean, tuple(covariance))
 
     def widened(self, factor: float, least: float) -> Prior:
         """Return this estimate with `least` added in quadrature to each standard deviation, and that times `factor`."""
-        size, more = len(self.rows), least * least
+        size, added = len(self.rows), least * least
         return Prior(
             self.rows,
             self.mean,
             tuple(
-                tuple(factor * factor * (self.covariance[i][j] + (more if i == j else 0.0)) for j in range(size))
+                tuple(factor * factor * (self.covariance[i][j] + (added if i == j else 0.0)) for j in range(size))
                 for i in range(size)
             ),
         )
 
     def rounded(self) -> Prior:
         """Return this estimate rounded to the decimals that are written to files."""
-        covariance = tuple(tuple(round(value, _DIGITS) for value in line) for line in self.covariance)
+        covariance = tuple(tuple(round(value, _DIGITS) for value in row) for row in self.covariance)
         return Prior(self.rows, tuple(round(value, _DIGITS) for value in self.mean), covariance)
 
     def spread(self, row: int) -> float:
@@ -63,15 +63,15 @@ class Prior:
     def is_sane(self, most: float) -> bool:
         """Return whether this is a valid estimate: shapes agree, no figure exceeds `most`, the covariance is one."""
         size = len(self.rows)
-        if not len(self.mean) == len(self.covariance) == size or any(len(line) != size for line in self.covariance):
+        if not len(self.mean) == len(self.covariance) == size or any(len(row) != size for row in self.covariance):
             return False
-        figures = [*self.mean, *(value for line in self.covariance for value in line)]
+        figures = [*self.mean, *(value for row in self.covariance for value in row)]
         return all(abs(value) <= most for value in figures) and _is_positive(self.covariance)
 
 
-def pair_key(one: str, other: str) -> str:
+def pair_key(first: str, second: str) -> str:
     """Return the name of a pair of settings."""
-    return f"{one} & {other}"
+    return f"{first} & {second}"
 
 
 def _is_positive(matrix: Sequence[Sequence[float]]) -> bool:
@@ -91,7 +91,7 @@ def cholesky(matrix: Sequence[Sequence[float]], least: float) -> tuple[list[list
     lowest = math.inf
     for i in range(len(matrix)):
         for j in range(i + 1):
-            rest = matrix[i][j] - sum(factor[i][k] * factor[j][k] for k in range(j))
-            factor[i][j] = math.sqrt(max(rest, least)) if i == j else rest / factor[j][j]
-        lowest = min(lowest, rest)
+            remainder = matrix[i][j] - sum(factor[i][k] * factor[j][k] for k in range(j))
+            factor[i][j] = math.sqrt(max(remainder, least)) if i == j else remainder / factor[j][j]
+        lowest = min(lowest, remainder)
     return factor, lowest

@@ -51,7 +51,7 @@ class Slots:
     def __init__(self, store: Any, patience: float = _PATIENCE) -> None:
         self._store, self._patience = store, timedelta(seconds=patience)
         self.number = 0  # of the next slot
-        self._heard = 0  # complaints
+        self._complaints_read = 0  # complaints
 
     def write(self, command: dict[str, Any]) -> bool:
         """Write a command to the next slot. Return False if a rank has given that slot up."""
@@ -106,8 +106,8 @@ class Slots:
         """Return the techniques that other ranks reported since the last call. Does not wait."""
         names: set[str] = set()
         try:
-            while self._store.check([key := f"complaint {self._heard + 1}"]):
-                self._heard += 1
+            while self._store.check([key := f"complaint {self._complaints_read + 1}"]):
+                self._complaints_read += 1
                 names.update(json.loads(self._store.get(key)))
         except RuntimeError:  # the store is gone: the next command notices
             pass
@@ -120,76 +120,78 @@ class LeadingBoard(Switchboard):
     Attributes:
         slots: Slots for commands; None before the ranks are known.
         ranks: Number of ranks.
-        lost: Why the others can no longer be led; "" while they can.
+        lost_reason: Why the others can no longer be led; "" while they can.
     """
 
     slots: Slots | None = None
     ranks = 1
-    lost = ""
-    _told: frozenset[str] = frozenset()  # the broken techniques that the other ranks know of
+    lost_reason = ""
+    _known_broken: frozenset[str] = frozenset()  # the broken techniques that the other ranks know of
 
-    def switch(self, wanted: Mapping[str, Setting]) -> None:
+    def switch(self, settings: Mapping[str, Setting]) -> None:
         """Switch here and in all other ranks. Do nothing once they can no longer be led."""
         if self.slots is None:
-            super().switch(wanted)
+            super().switch(settings)
             return
-        if self.lost or not self._command({"do": "switch", "on": dict(wanted)}):
+        if self.lost_reason or not self._command({"do": "switch", "on": dict(settings)}):
             return
-        super().switch(wanted)
+        super().switch(settings)
         broken = self.slots.answers(self.ranks)
         if broken is None and self._command({"do": "switch", "on": {}}):
             super().switch({})
             self._command({"do": "over"})
-            self.lost = "another rank did not answer in time; all is off in all ranks"
+            self.lost_reason = "another rank did not answer in time; all is off in all ranks"
         elif broken is not None:
             self._lose(broken)
 
     def lead(self, slots: Slots | None, ranks: int) -> None:
         """Lead `ranks` ranks from here on by these slots; None if there are no others."""
-        self.slots, self.ranks, self.lost = slots, ranks, ""
-        self._told = frozenset()
+        self.slots, self.ranks, self.lost_reason = slots, ranks, ""
+        self._known_broken = frozenset()
 
     def go_on(self, until: int) -> None:
         """Let the other ranks train until step `until`, when they read commands again.
 
         Before that, switch off in all ranks what failed inside a step in any of them.
         """
-        if self.slots is not None and not self.lost:
+        if self.slots is not None and not self.lost_reason:
             self._lose(self.slots.complaints())
-        if self.slots is not None and not self.lost:
+        if self.slots is not None and not self.lost_reason:
             self._command({"do": "go on", "until": until})
 
     def _lose(self, elsewhere: Iterable[str]) -> None:
         """Switch off in all ranks the techniques that failed elsewhere, and those that failed here."""
         fail(self, elsewhere)
-        if new := frozenset(self.broken) - self._told:
-            self._told |= new
-            self._command({"do": "broken", "names": sorted(new)})
+        if newly_broken := frozenset(self.broken) - self._known_broken:
+            self._known_broken |= newly_broken
+            self._command({"do": "broken", "names": sorted(newly_broken)})
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """End switching, here and in all other ranks."""
-        super().over()
+        super().teardown()
         self.dismiss()
 
     def dismiss(self) -> None:
         """Tell the others that nothing will be switched any more."""
-        if self.slots is not None and not self.lost:
+        if self.slots is not None and not self.lost_reason:
             self._command({"do": "over"})
         self.slots = None
 
     def _command(self, command: dict[str, Any]) -> bool:
         assert self.slots is not None
         if not self.slots.write(command):
-            self.lost = "another rank waited too long for this one; what is on stays on in all ranks"
-        return not self.lost
+            self.lost_reason = "another rank waited too long for this one; what is on stays on in all ranks"
+        return not self.lost_reason
 
 
 def fail(board: Switchboard, names: Iterable[str]) -> None:
     """Switch these techniques off for good, because they failed in another rank."""
     for name in sorted(set(names) - set(board.broken)):
-        first = next((one for one in board.techniques if one.name == name and one.switchable), None)
-        if first is not None:
-            board.failed(first, HastenError("it failed in another rank"))
+        broken = next(
+            (technique for technique in board.techniques if technique.name == name and technique.switchable), None
+        )
+        if broken is not None:
+            board.failed(broken, HastenError("it failed in another rank"))
 
 
 def board_of(options: AutoOptions, recorder: Recorder | None) -> Switchboard:
@@ -220,8 +222,8 @@ class LeadingRank:
                 self._until = _NEVER
         if steps < self._until:
             return self._until
-        again = self._auto.on_step(steps)
-        self._until = steps + 1 if again is None else again
+        next_call = self._auto.on_step(steps)
+        self._until = steps + 1 if next_call is None else next_call
         self._go_on()
         return self._until
 
@@ -241,8 +243,8 @@ class LeadingRank:
             self._board.dismiss()
             return
         self._board.go_on(self._until)
-        if self._board.lost:
-            self._auto.abandon(self._board.lost)
+        if self._board.lost_reason:
+            self._auto.abandon(self._board.lost_reason)
             self._until = _NEVER
 
 
@@ -253,15 +255,15 @@ class FollowingRank:
         board: The switchboard of this rank.
         recorder: Counts steps.
         rank: Rank of this process.
-        over: Called when no further step needs to be reported.
+        stop_listening: Called when no further step needs to be reported.
     """
 
-    def __init__(self, board: Switchboard, recorder: Recorder, rank: int, over: Callable[[], None]) -> None:
-        self._board, self._rank, self._over = board, rank, over
+    def __init__(self, board: Switchboard, recorder: Recorder, rank: int, stop_listening: Callable[[], None]) -> None:
+        self._board, self._rank, self._stop_listening = board, rank, stop_listening
         recorder.may_rest = False
         self._slots: Slots | None = None
         self._until = 0
-        self._told: set[str] = set()  # the broken techniques that rank 0 knows of
+        self._known_broken: set[str] = set()  # the broken techniques that rank 0 knows of
 
     def on_step(self, steps: int) -> int | None:
         """Carry out commands that are due after this step. Return the number of the step to be called after."""
@@ -282,9 +284,9 @@ class FollowingRank:
 
     def _obey(self) -> None:
         """Carry out commands up to the next "go on"."""
-        if self._slots is not None and (new := set(self._board.broken) - self._told):
-            self._slots.complain(new)
-            self._told |= new
+        if self._slots is not None and (newly_broken := set(self._board.broken) - self._known_broken):
+            self._slots.complain(newly_broken)
+            self._known_broken |= newly_broken
         while self._slots is not None:
             command = self._slots.read()
             if command["do"] == "go on":
@@ -293,23 +295,23 @@ class FollowingRank:
             if command["do"] == "switch":
                 self._switch(command["on"])
                 self._slots.answer(self._rank, self._board.broken)
-                self._told |= set(self._board.broken)
+                self._known_broken |= set(self._board.broken)
             elif command["do"] == "broken":
                 fail(self._board, command["names"])
-                self._told |= set(command["names"])
+                self._known_broken |= set(command["names"])
             else:
                 self.close()
-                self._over()
+                self._stop_listening()
         self._until = _NEVER
 
-    def _switch(self, wanted: dict[str, Setting]) -> None:
+    def _switch(self, settings: dict[str, Setting]) -> None:
         try:
-            self._board.switch(wanted)
+            self._board.switch(settings)
         except HastenError as error:  # this rank's machine differs from rank 0's, and lacks one of the settings
             for technique in self._board.techniques:
-                if technique.name in wanted:
+                if technique.name in settings:
                     self._board.failed(technique, error)
-            for name in wanted:
+            for name in settings:
                 self._board.broken.setdefault(name, str(error))
 
 

@@ -91,12 +91,12 @@ def read(path: Path, offset: int = 0) -> tuple[list[MeasuredBlock | Event], int]
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            text = file.read()
+            content = file.read()
     except FileNotFoundError:
         return [], offset
-    whole = text[: text.rfind(b"\n") + 1]
-    return [_of(tuples(json.loads(line))) for line in whole.splitlines()], offset + len(whole)
+    complete = content[: content.rfind(b"\n") + 1]
+    return [_parse(tuples(json.loads(line))) for line in complete.splitlines()], offset + len(complete)
 
 
-def _of(data: dict[str, Any]) -> MeasuredBlock | Event:
+def _parse(data: dict[str, Any]) -> MeasuredBlock | Event:
     return MeasuredBlock(**data) if data.pop("is") == MeasuredBlock.__name__ else Event(**data)

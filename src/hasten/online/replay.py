@@ -26,7 +26,7 @@ class Replay:
         board: The switchboard.
         recorder: Counts steps.
         say: Prints a line for the user.
-        over: Called when no further step needs to be reported.
+        stop_listening: Called when no further step needs to be reported.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Replay:
         board: Switchboard,
         recorder: Recorder,
         say: Callable[[str], None],
-        over: Callable[[], None],
+        stop_listening: Callable[[], None],
     ) -> None:
-        self._left = deque(schedule)
-        self._board, self._recorder, self._say, self._over = board, recorder, say, over
+        self._remaining = deque(schedule)
+        self._board, self._recorder, self._say, self._stop_listening = board, recorder, say, stop_listening
         self._recorder.may_rest = False
         self._pid = os.getpid()
         self._passes = 0
@@ -48,10 +48,10 @@ class Replay:
         if os.getpid() != self._pid:
             return _NEVER
         self._switch(steps)
-        if self._left:
+        if self._remaining:
             return None
         self._recorder.may_rest = True
-        self._over()
+        self._stop_listening()
         return _NEVER
 
     def on_pass(self, opened: OpenPass, began: bool) -> None:
@@ -63,18 +63,18 @@ class Replay:
 
     def close(self) -> None:
         """Say which switch was not reached, as the process ends."""
-        if self._left and os.getpid() == self._pid and self._recorder.steps:
-            self._say(f"replay: the run ended before step {self._left[0].step}, at which the next switch was")
+        if self._remaining and os.getpid() == self._pid and self._recorder.steps:
+            self._say(f"replay: the run ended before step {self._remaining[0].step}, at which the next switch was")
 
     def _switch(self, steps: int) -> None:
-        here = (steps, self._passes)
-        while self._left and (self._left[0].step, self._left[0].passes) == here:
-            self._board.switch(self._left.popleft().on)
-        if self._left and self._left[0].step < steps:
-            first = self._left[0]
-            self._left.clear()
+        position = (steps, self._passes)
+        while self._remaining and (self._remaining[0].step, self._remaining[0].passes) == position:
+            self._board.switch(self._remaining.popleft().on)
+        if self._remaining and self._remaining[0].step < steps:
+            missed = self._remaining[0]
+            self._remaining.clear()
             self._board.switch({})
             self._say(
-                f"replay: this run is another than the one that was written down: its {first.passes} passes were over "
-                f"at step {first.step}, here {self._passes}; everything is switched off"
+                f"replay: this run is another than the one that was written down: its {missed.passes} passes were over "
+                f"at step {missed.step}, here {self._passes}; everything is switched off"
             )

@@ -26,7 +26,7 @@ _COMPILE_SAVES = 0.3  # of a step: what compiling usually saves at most
 _COMPILE_WORTH = 2.0  # compiling is tried if it may save this multiple of its own time in the full training
 # Compiled kernels stay in Inductor's cache for the later run: it pays again for tracing and loading only, 8 of a small
 # ResNet's 31 s. If this search already found them there, it paid those 8 itself.
-_AGAIN, _AGAIN_SECONDS = 0.3, 8.0
+_WARM_CACHE, _WARM_CACHE_SECONDS = 0.3, 8.0
 # Within a user's own run, compiling is tried if a usual saving over the steps left is this multiple of its time: more
 # careful than in a tune, since the run loses those seconds if compiling saves nothing.
 _USUAL_SAVING, _WORTH_IN_RUN = 0.15, 1.5
@@ -66,7 +66,9 @@ def schedule(course: Course, options: OnlineOptions, host: Host) -> BlockRequest
     if plan is None:
         if options.settled is not None:  # an earlier process settled it before its script ended
             course.settle(frozenset(options.settled))
-            yield from ask(course, BlockRequest(frozenset(), "baseline", skip=_WARM_UP))  # the level of this process
+            yield from request_block(
+                course, BlockRequest(frozenset(), "baseline", skip=_WARM_UP)
+            )  # the level of this process
         else:
             yield from search(course, options)
             yield from play_off(course, options, host)
@@ -79,22 +81,22 @@ def schedule(course: Course, options: OnlineOptions, host: Host) -> BlockRequest
 
 def search(course: Course, options: OnlineOptions) -> BlockRequests:
     """Measure the script as it is, then all on, then whatever helps according to draws from the posterior."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     plain: frozenset[int] = frozenset()
-    yield from ask(course, BlockRequest(plain, "baseline", skip=_WARM_UP))
-    if not options.former:  # else an earlier process has measured these
+    yield from request_block(course, BlockRequest(plain, "baseline", skip=_WARM_UP))
+    if not options.earlier_blocks:  # else an earlier process has measured these
         # If there is time for few blocks only, the first with all on tells more than repetitions.
-        if _bears(3, course, options):
-            yield from ask(course, BlockRequest(plain, "baseline", skip=0))
-        yield from ask(course, BlockRequest(course.all_on(), "all on"))
-        if _bears(1, course, options):
-            yield from ask(course, BlockRequest(course.all_on(), "all on"))
-    asked = 0
-    while time.monotonic() + course.block_seconds < _settling_from(began, course, options) and course.doubtful():
-        asked += 1
+        if _has_time_for(3, course, options):
+            yield from request_block(course, BlockRequest(plain, "baseline", skip=0))
+        yield from request_block(course, BlockRequest(course.all_on(), "all on"))
+        if _has_time_for(1, course, options):
+            yield from request_block(course, BlockRequest(course.all_on(), "all on"))
+    block_count = 0
+    while time.monotonic() + course.block_seconds < _settling_from(started_at, course, options) and course.doubtful():
+        block_count += 1
         # Measure the script as it is now and then, so that drift is not mistaken for the effect of techniques.
-        on = course.wants() if asked % _PLAIN_EVERY else plain
-        yield from ask(course, BlockRequest(on, "search" if on else "baseline"))
+        on = course.draw_set() if block_count % _PLAIN_EVERY else plain
+        yield from request_block(course, BlockRequest(on, "search" if on else "baseline"))
 
 
 def play_off(course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
@@ -103,22 +105,22 @@ def play_off(course: Course, options: OnlineOptions, host: Host) -> BlockRequest
     if not finalists:
         return
     blocks: dict[frozenset[int], list[MeasuredBlock]] = {on: [] for on in finalists}
-    rounds = next((n for n in range(_ROUNDS, 1, -1) if _bears(n * len(finalists), course, options)), 0)
+    rounds = next((n for n in range(_ROUNDS, 1, -1) if _has_time_for(n * len(finalists), course, options)), 0)
     for turn in range(rounds):
         for on in finalists[:: -1 if turn % 2 else 1]:
-            if len(finalists) < 2 or not _bears(1, course, options):
+            if len(finalists) < 2 or not _has_time_for(1, course, options):
                 break
             measured = yield from _block(course, BlockRequest(on, "play-off", exact=bool(on & host.by_pass)))
-            if _saw(course, measured):
+            if _add(course, measured):
                 blocks[on].append(measured)
     paces = _comparable(blocks)
     # Time may have ended within a round: compare as many blocks of each set as every set has.
-    rounds = min((len(seen) for seen in paces.values() if seen), default=0)
-    known = {on: statistics.fmean(seen[:rounds]) for on, seen in paces.items() if seen}
-    if len(known) > 1:
-        fastest = min(known.values())
+    rounds = min((len(set_paces) for set_paces in paces.values() if set_paces), default=0)
+    means = {on: statistics.fmean(set_paces[:rounds]) for on, set_paces in paces.items() if set_paces}
+    if len(means) > 1:
+        fastest = min(means.values())
         # The first finalist consists of sure candidates only: another one must be clearly faster to win.
-        settled = next(on for on in finalists if on in known and known[on] <= fastest + AS_GOOD)
+        settled = next(on for on in finalists if on in means and means[on] <= fastest + AS_GOOD)
     elif len(finalists) > 1:  # no time for a play-off: a set that never ran may be far from its predicted speed
         settled = course.best_measured()
     else:
@@ -133,23 +135,23 @@ def _settle(on: frozenset[int], course: Course, host: Host) -> None:
 
 def _comparable(blocks: Mapping[frozenset[int], Sequence[MeasuredBlock]]) -> dict[frozenset[int], list[float]]:
     """Return log(seconds per step) of each set's blocks: of the undisturbed ones, if every set has some."""
-    quiet = all(any(not block.disturbed for block in seen) for seen in blocks.values() if seen)
+    quiet = all(any(not block.disturbed for block in set_blocks) for set_blocks in blocks.values() if set_blocks)
     return {
-        on: [math.log(block.step_seconds) for block in seen if not (quiet and block.disturbed)]
-        for on, seen in blocks.items()
+        on: [math.log(block.step_seconds) for block in set_blocks if not (quiet and block.disturbed)]
+        for on, set_blocks in blocks.items()
     }
 
 
-def ask(course: Course, wish: BlockRequest) -> BlockRequests:
+def request_block(course: Course, request: BlockRequest) -> BlockRequests:
     """Request a block, and add it to the course."""
-    _saw(course, (yield from _block(course, wish)))
+    _add(course, (yield from _block(course, request)))
 
 
-def _block(course: Course, wish: BlockRequest) -> Generator[BlockRequest, MeasuredBlock, MeasuredBlock]:
+def _block(course: Course, request: BlockRequest) -> Generator[BlockRequest, MeasuredBlock, MeasuredBlock]:
     """Request a block and return it. Note how long it took in all, as an estimate for the next."""
-    began = time.monotonic()
-    measured = yield wish
-    course.took(time.monotonic() - began, measured.taken)
+    started_at = time.monotonic()
+    measured = yield request
+    course.note_duration(time.monotonic() - started_at, measured.taken)
     return measured
 
 
@@ -158,29 +160,29 @@ def _search_end(course: Course, options: OnlineOptions) -> float:
     return min(options.search_until, options.claim_until - 2 * _LEAST_PAIRS * course.block_seconds)
 
 
-def _bears(blocks: int, course: Course, options: OnlineOptions) -> bool:
+def _has_time_for(blocks: int, course: Course, options: OnlineOptions) -> bool:
     """Return whether the search has time for so many more blocks."""
     return time.monotonic() + blocks * course.block_seconds <= _search_end(course, options)
 
 
-def _settling_from(began: float, course: Course, options: OnlineOptions) -> float:
+def _settling_from(started_at: float, course: Course, options: OnlineOptions) -> float:
     """Return the moment at which the play-off begins."""
-    aside = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
-    whole = max(0.0, _search_end(course, options) - began - aside)
-    least, most = (share * whole for share in _SETTLING)
-    return began + whole - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
+    reserved = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
+    available = max(0.0, _search_end(course, options) - started_at - reserved)
+    least, most = (share * available for share in _SETTLING)
+    return started_at + available - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
 
 
-def _saw(course: Course, measured: MeasuredBlock) -> bool:
+def _add(course: Course, measured: MeasuredBlock) -> bool:
     """Add a block to the course. Return whether it counts."""
     if not measured.trouble:
-        course.saw(measured.on, measured.step_seconds, disturbed=measured.disturbed)
+        course.add_block(measured.on, measured.step_seconds, disturbed=measured.disturbed)
     return not measured.trouble
 
 
 def _may_pay(course: Course, options: OnlineOptions) -> bool:
     """Return whether compiling could pay for itself within the full training."""
-    if not course.of(Liveness.LAST) - set(course.out):
+    if not course.with_liveness(Liveness.LAST) - set(course.dropped):
         return False
     return compiling_may_pay(math.exp(course.posterior.level), options.total_steps)
 
@@ -193,18 +195,18 @@ def compiling_may_pay(step: float, steps: int) -> bool:
 def _compile_seconds(course: Course, options: OnlineOptions) -> float:
     """Return an estimate of the seconds that compiling takes: longer beside other processes, shorter a second time."""
     if options.compiling is not None:
-        return _again(options.compiling) + 2 * _COMPILE_BLOCKS * course.block_seconds
+        return _seconds_with_warm_cache(options.compiling) + 2 * _COMPILE_BLOCKS * course.block_seconds
     return _COMPILE_SECONDS / (1 - min(_MOST_TAKEN, course.taken))
 
 
-def _again(cost: float) -> float:
+def _seconds_with_warm_cache(cost: float) -> float:
     """Return the seconds that compiling takes with a warm cache, given those of the first time."""
-    return max(_AGAIN * cost, min(cost, _AGAIN_SECONDS))
+    return max(_WARM_CACHE * cost, min(cost, _WARM_CACHE_SECONDS))
 
 
 def _compile(course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
     """Measure `compile` on top of the settled set, if it may pay for itself within the full training."""
-    for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
+    for index in sorted(course.with_liveness(Liveness.LAST) - set(course.dropped) - course.chosen()):
         if not _may_pay(course, options):
             course.drop([index], TOO_SHORT_TO_COMPILE)
             host.note(Event("not worth it", (index,), text=TOO_SHORT_TO_COMPILE))
@@ -212,16 +214,17 @@ def _compile(course: Course, options: OnlineOptions, host: Host) -> BlockRequest
         if _search_end(course, options) - time.monotonic() < _compile_seconds(course, options):
             host.note(Event("not asked", (index,), text="compiling takes longer than the time that was left"))
             continue
-        saved, cost = yield from _measure_compiled(index, course, options, host, _again)
-        if saved is not None and saved < _again(cost):
-            why = f"a run pays {_again(cost):.0f} s for compiling, which saves {saved:.0f} s of the full training"
+        saved, cost = yield from _measure_compiled(index, course, options, host, _seconds_with_warm_cache)
+        if saved is not None and saved < _seconds_with_warm_cache(cost):
+            paid = f"a run pays {_seconds_with_warm_cache(cost):.0f} s for compiling"
+            why = f"{paid}, which saves {saved:.0f} s of the full training"
             course.drop([index], why)
             host.note(Event("not worth it", (index,), text=why))
 
 
 def compile_in_run(course: Course, options: OnlineOptions, host: Host, steps_left: int) -> BlockRequests:
     """Compile within a user's own run, if that is likely to pay over the steps left. Keep it on if steps are faster."""
-    for index in sorted(course.of(Liveness.LAST) - set(course.out) - course.chosen()):
+    for index in sorted(course.with_liveness(Liveness.LAST) - set(course.dropped) - course.chosen()):
         left = steps_left * math.exp(course.posterior.level + course.posterior.gain(course.chosen())[0])
         if _USUAL_SAVING * left > _WORTH_IN_RUN * _compile_seconds(course, options):
             options = dataclasses.replace(options, total_steps=steps_left)
@@ -251,14 +254,14 @@ def _measure_compiled(
         if not turn:
             cost = max(0.0, host.compiling - 3 * expected)
             host.note(Event("compiled", (index,), cost))
-        _note(measured, course, blocks)
-        _note((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
+        _add_to_set(measured, course, blocks)
+        _add_to_set((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
         # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
-        last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
+        is_last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
         faster, saved = _compiled(blocks, options.total_steps)
-        if turn or last:  # settle each time, as the script may end after any block
+        if turn or is_last:  # settle each time, as the script may end after any block
             _settle(chosen | {index} if faster and saved >= costs_again(cost) else chosen, course, host)
-        if last:
+        if is_last:
             break
     return (saved if all(blocks.values()) else None), cost
 
@@ -272,13 +275,13 @@ def _compiled(blocks: Mapping[frozenset[int], Sequence[MeasuredBlock]], steps: i
     """
     if not all(blocks.values()):  # one of the two sets never ran well: the gain is unknown
         return False, 0.0
-    plain, compiled = (statistics.median(seen) for seen in _comparable(blocks).values())
+    plain, compiled = (statistics.median(set_paces) for set_paces in _comparable(blocks).values())
     return compiled < plain - AS_GOOD, max(0.0, math.exp(plain) - math.exp(compiled)) * steps
 
 
-def _note(measured: MeasuredBlock, course: Course, blocks: dict[frozenset[int], list[MeasuredBlock]]) -> None:
+def _add_to_set(measured: MeasuredBlock, course: Course, blocks: dict[frozenset[int], list[MeasuredBlock]]) -> None:
     """Add a block to the course, and to its set in `blocks` if that set really acted."""
-    if _saw(course, measured):
+    if _add(course, measured):
         blocks.get(frozenset(measured.on), []).append(measured)
 
 
@@ -289,15 +292,21 @@ def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: H
     """
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()
-    pairs, turn, quiet, each = _MOST_PAIRS, 0, 0, 0.0
-    while turn < pairs or (quiet < pairs and turn < _MOST_TURNS and time.monotonic() + each < options.claim_until):
-        began, disturbed = time.monotonic(), False
+    pairs, turn, quiet, pair_seconds = _MOST_PAIRS, 0, 0, 0.0
+    while turn < pairs or (
+        quiet < pairs and turn < _MOST_TURNS and time.monotonic() + pair_seconds < options.claim_until
+    ):
+        started_at, disturbed = time.monotonic(), False
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
-            expected = math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.seen else 0.0
+            expected = (
+                math.exp(course.posterior.level + course.posterior.gain(on)[0]) if course.posterior.blocks else 0.0
+            )
             measured = yield BlockRequest(on, part, exact=exact, expected=expected)
             disturbed = disturbed or measured.disturbed
         if not turn:
-            each = max(1e-3, time.monotonic() - began)
-            pairs = max(_LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / each)))
+            pair_seconds = max(1e-3, time.monotonic() - started_at)
+            pairs = max(
+                _LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / pair_seconds))
+            )
         turn += 1
         quiet += not disturbed

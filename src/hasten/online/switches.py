@@ -21,7 +21,7 @@ from hasten.plan import Plan, Setting
 from hasten.techniques import check
 
 _KIND = "hasten-schedule"
-_ELSE = "name the file that `hasten run --auto` wrote"
+_FIX = "name the file that `hasten run --auto` wrote"
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Schedule:
         self._write({"step": switched.step, "passes": switched.passes, "on": dict(switched.on)})
 
     def _write(self, data: dict[str, object]) -> None:
-        left = (json.dumps(data) + "\n").encode()
+        remaining = (json.dumps(data) + "\n").encode()
         try:
             # A script may close all descriptors that it does not know (`os.closerange(3, 256)`) and open files of its
             # own: then this descriptor may belong to one of those.
             if _identity(os.fstat(self._file)) != self._identity:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-            while left:  # a nearly full disk accepts only part of a write
-                left = left[os.write(self._file, left) :]
+            while remaining:  # a nearly full disk accepts only part of a write
+                remaining = remaining[os.write(self._file, remaining) :]
         except OSError:
             # A replay would keep the last written set on, while this run continues with all off: better no replay.
             if _identity(Path(self._path).stat()) == self._identity:
@@ -91,13 +91,13 @@ def process_of(root: int) -> list[str]:
     if os.getpid() == root:
         return []
     # Ranks are switched together, but DeepSpeed's launcher passes each its number as an argument: leave that out.
-    return [word for word in sys.orig_argv[1:] if not word.startswith(("--local_rank", "--local-rank"))]
+    return [argument for argument in sys.orig_argv[1:] if not argument.startswith(("--local_rank", "--local-rank"))]
 
 
 def process_in(path: Path) -> list[str] | None:
     """Return the process that wrote a schedule, as `process_of` returned it; None if any process may repeat it."""
     process = parse_json(read_bytes(path).partition(b"\n")[0]).get("process")
-    return [str(word) for word in process] if isinstance(process, list) else None
+    return [str(argument) for argument in process] if isinstance(process, list) else None
 
 
 def _identity(file: os.stat_result) -> tuple[int, int]:
@@ -122,21 +122,21 @@ def read_schedule(path: Path, say: Callable[[str], None] | None = None) -> list[
     try:
         content = read_bytes(path)
     except OSError as error:
-        raise HastenError(f"cannot read the schedule {path}: {error.strerror or error}", _ELSE) from None
+        raise HastenError(f"cannot read the schedule {path}: {error.strerror or error}", _FIX) from None
     if not is_schedule(content):
-        raise HastenError(f"{path} is no schedule of switches", _ELSE)
+        raise HastenError(f"{path} is no schedule of switches", _FIX)
     end = content.rfind(b"\n") + 1
-    whole = content[:end].splitlines()
+    lines = content[:end].splitlines()
     if content[end:] and say is not None:
         say(f"replay: the last line of {path} is half a line, of a switch that was never made: it is dropped")
-    return [_switched(line, f"{path}:{number}") for number, line in enumerate(whole[1:], 2)]
+    return [_parse_switch(line, f"{path}:{number}") for number, line in enumerate(lines[1:], 2)]
 
 
-def _switched(line: bytes, where: str) -> RecordedSwitch:
+def _parse_switch(line: bytes, location: str) -> RecordedSwitch:
     try:
         data = parse_json(line)
-        read = RecordedSwitch(int(data["step"]), int(data["passes"]), dict(data["on"]))
+        switch = RecordedSwitch(int(data["step"]), int(data["passes"]), dict(data["on"]))
     except (ValueError, TypeError, KeyError):
-        raise HastenError(f"{where}: no line of a schedule", _ELSE) from None
-    check(Plan(read.on, path=Path(where)))
-    return read
+        raise HastenError(f"{location}: no line of a schedule", _FIX) from None
+    check(Plan(switch.on, path=Path(location)))
+    return switch

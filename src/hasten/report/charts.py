@@ -52,15 +52,15 @@ def phase_chart(proof: Proof) -> Markup:
         return Markup()
     longest = max(bars[-1].end for bars in sides.values())
     scale = Scale(0.0, longest)
-    parts = []
+    shapes = []
     for row, (side, bars) in enumerate(sides.items()):
         top = row * 66
-        parts += [text("label", 0, top + 15, side), text("value", 100, top + 15, words.alike(bars[-1].end, longest))]
+        shapes += [text("label", 0, top + 15, side), text("value", 100, top + 15, words.alike(bars[-1].end, longest))]
         for bar in bars:
             description = f"{side}, {bar.label}: {words.alike(bar.end - bar.start, longest)}"
-            parts.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 23, 30, description))
+            shapes.append(rect(bar.kind, (scale(bar.start), scale(bar.end)), top + 23, 30, description))
     description = ", ".join(f"{side} {words.alike(bars[-1].end, longest)} a step" for side, bars in sides.items())
-    return svg("Where a step's time goes", description, 66 * len(sides) - 10, parts)
+    return svg("Where a step's time goes", description, 66 * len(sides) - 10, shapes)
 
 
 def effect_chart(rows_shown: Sequence[Row]) -> Markup:
@@ -69,52 +69,52 @@ def effect_chart(rows_shown: Sequence[Row]) -> Markup:
     The scale is logarithmic: equal lengths are equal factors. The vertical line marks 1x; a technique whose interval
     crosses it may be no gain at all.
     """
-    shown = [
+    measured = [
         row for row in rows_shown if all(words.known(end) and (end or 0) > 0 for end in (row.ratio, row.low, row.high))
     ]
-    if not shown:
+    if not measured:
         return Markup()
-    ends = [end for row in shown for end in (row.low, row.high, row.ratio) if end]
+    ends = [end for row in measured for end in (row.low, row.high, row.ratio) if end]
     scale = Scale(min(0.95, *ends), max(1.05, *ends), log=True, near=1, far=99)
-    height = 40 * len(shown)
-    parts = columns(scale, height, lambda ratio: f"{ratio:g}x")
-    parts.append(rect("as-it-was", (scale(1.0), scale(1.0) + 0.2), 0, height))
+    height = 40 * len(measured)
+    shapes = columns(scale, height, lambda ratio: f"{ratio:g}x")
+    shapes.append(rect("as-it-was", (scale(1.0), scale(1.0) + 0.2), 0, height))
     descriptions = []
-    for number, row in enumerate(shown):
+    for number, row in enumerate(measured):
         top = number * 40
         label = row.name if row.kept else f"{row.name} = {row.setting}, not kept"
-        effect = f"{row.brings}, helps: {row.sure}"
-        descriptions.append(f"{label} {row.brings} ({row.interval}), helps: {row.sure}")
-        parts += [text("label halo", 0, top + 15, label), text("value halo", 100, top + 15, effect)]
+        effect = f"{row.brings}, helps: {row.certainty}"
+        descriptions.append(f"{label} {row.brings} ({row.interval}), helps: {row.certainty}")
+        shapes += [text("label halo", 0, top + 15, label), text("value halo", 100, top + 15, effect)]
         side = "plan" if row.kept else "baseline"
-        parts.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, descriptions[-1]))
-        parts.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, descriptions[-1]))
-    return svg("What each technique brings", "; ".join(descriptions), height + 22, parts)
+        shapes.append(rect(f"span-{side}", (scale(row.low or 1), scale(row.high or 1)), top + 26, 4, descriptions[-1]))
+        shapes.append(dot(f"dot-{side}", scale(row.ratio or 1), top + 28, descriptions[-1]))
+    return svg("What each technique brings", "; ".join(descriptions), height + 22, shapes)
 
 
 def curve_chart(curves: Curves) -> Markup:
     """Draw the training loss by step: the baseline's seeds as a band with their mean, the plan's seeds as lines."""
-    baseline = [_known(curves.steps, losses) for losses in curves.baseline]
-    plan = [_known(curves.steps, losses) for losses in curves.plan]
+    baseline = [_finite_points(curves.steps, losses) for losses in curves.baseline]
+    plan = [_finite_points(curves.steps, losses) for losses in curves.plan]
     values = [loss for losses in [*baseline, *plan] for _, loss in losses]
     if len(curves.steps) < 2 or not values:
         return Markup()
     log = min(values) > 0 and max(values) / min(values) > 30
-    down = Scale(min(values), max(values), log=log, near=96, far=6)
-    across = Scale(min(curves.steps), max(curves.steps))
+    y_scale = Scale(min(values), max(values), log=log, near=96, far=6)
+    x_scale = Scale(min(curves.steps), max(curves.steps))
 
-    def place(losses: Losses) -> list[Point]:
-        return [(across(step), down(loss)) for step, loss in losses]
+    def points(losses: Losses) -> list[Point]:
+        return [(x_scale(step), y_scale(loss)) for step, loss in losses]
 
     low, mean, high = _band(baseline)
-    drawn = [area("band", place([*high, *reversed(low)])), line("line-baseline", place(mean), "baseline, mean")]
-    drawn += [line("line-plan", place(losses), f"plan, seed {n}") for n, losses in enumerate(plan, 1)]
+    lines = [area("band", points([*high, *reversed(low)])), line("line-baseline", points(mean), "baseline, mean")]
+    lines += [line("line-plan", points(losses), f"plan, seed {n}") for n, losses in enumerate(plan, 1)]
     height = 260.0
-    parts = rows(down, height, lambda loss: f"{loss:g}")
-    parts.insert(0, stretched(height, drawn))
-    parts += columns(across, height, lambda step: f"{step:,.0f}")
+    shapes = rows(y_scale, height, lambda loss: f"{loss:g}")
+    shapes.insert(0, stretched(height, lines))
+    shapes += columns(x_scale, height, lambda step: f"{step:,.0f}")
     description = f"{words.count(len(plan), 'plan seed')} over {words.count(len(baseline), 'baseline seed')}"
-    return svg("Training loss by step" + (", logarithmic" if log else ""), description, height + 22, parts)
+    return svg("Training loss by step" + (", logarithmic" if log else ""), description, height + 22, shapes)
 
 
 def pair_chart(pairs: Sequence[Pair]) -> Markup:
@@ -124,19 +124,19 @@ def pair_chart(pairs: Sequence[Pair]) -> Markup:
         return Markup()
     scale = Scale(0.0, longest * 1.03)
     height = 36 * len(pairs)
-    parts = columns(scale, height, words.duration)
+    shapes = columns(scale, height, words.duration)
     for row, pair in enumerate(pairs):
         y = row * 36 + 26
         description = f"seed {pair.seed}: {words.duration(pair.baseline)} -> {words.duration(pair.plan)}"
         ratio = words.times(pair.baseline / pair.plan) if pair.plan > 0 else words.NONE
-        parts.append(text("label halo", 0, y - 11, f"pair {row + 1}, seed {pair.seed}"))
-        parts.append(text("value halo", 100, y - 11, ratio))
-        parts.append(rect("join", (scale(pair.baseline), scale(pair.plan)), y - 1, 2, description))
-        parts += [
+        shapes.append(text("label halo", 0, y - 11, f"pair {row + 1}, seed {pair.seed}"))
+        shapes.append(text("value halo", 100, y - 11, ratio))
+        shapes.append(rect("join", (scale(pair.baseline), scale(pair.plan)), y - 1, 2, description))
+        shapes += [
             dot("dot-baseline", scale(pair.baseline), y, description),
             dot("dot-plan", scale(pair.plan), y, description),
         ]
-    return svg("Seconds per step, pair by pair", words.count(len(pairs), "pair"), height + 22, parts)
+    return svg("Seconds per step, pair by pair", words.count(len(pairs), "pair"), height + 22, shapes)
 
 
 def parity_chart(check: ParityCheck) -> Markup:
@@ -152,20 +152,20 @@ def parity_chart(check: ParityCheck) -> Markup:
     furthest = max(map(abs, [*ends, unseen])) * 1.06 or 0.01
     scale = Scale(-furthest, furthest)
     mean = f"mean {words.signed(check.change)}, from {words.signed(check.low)} to {words.signed(check.high)}"
-    parts = [
+    shapes = [
         rect("band", (scale(-unseen), scale(unseen)), 0, 60, f"a mean change below {words.percent(unseen)} goes unseen")
     ]
-    parts += columns(scale, 60, words.signed)
-    parts.append(rect("as-it-was", (scale(0.0) - 0.1, scale(0.0) + 0.1), 0, 60, "no change"))
-    parts += [
+    shapes += columns(scale, 60, words.signed)
+    shapes.append(rect("as-it-was", (scale(0.0) - 0.1, scale(0.0) + 0.1), 0, 60, "no change"))
+    shapes += [
         dot("dot-baseline", scale(share), 17, f"pair {n}: {words.signed(share)}") for n, share in enumerate(pairs, 1)
     ]
-    parts.append(rect("span-plan", (scale(check.low), scale(check.high)), 41, 4, mean))
-    parts.append(dot("dot-plan", scale(check.change), 43, mean))
-    return svg(f"Parity: {words.clean(check.what)}", f"{words.count(len(pairs), 'pair')}, {mean}", 82, parts)
+    shapes.append(rect("span-plan", (scale(check.low), scale(check.high)), 41, 4, mean))
+    shapes.append(dot("dot-plan", scale(check.change), 43, mean))
+    return svg(f"Parity: {words.clean(check.what)}", f"{words.count(len(pairs), 'pair')}, {mean}", 82, shapes)
 
 
-def _known(steps: Sequence[int], losses: Sequence[float]) -> Losses:
+def _finite_points(steps: Sequence[int], losses: Sequence[float]) -> Losses:
     """Return one seed's (step, loss) points, without losses that are NaN or infinite."""
     return [(step, loss) for step, loss in zip(steps, losses, strict=False) if words.known(loss)]
 

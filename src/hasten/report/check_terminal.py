@@ -12,23 +12,23 @@ from hasten.report.words import clean
 _STYLES = {True: "bold green", False: "bold red", None: "bold yellow"}
 
 
-def show(found: CheckResult, console: Console) -> None:
+def show(result: CheckResult, console: Console) -> None:
     """Print a check's result: whether the plan changes the training, the first difference, and what was compared.
 
     Args:
-        found: The check's result.
+        result: The check's result.
         console: Where to print; its width, colours and encoding are respected.
     """
     screen = Screen(console)
     console.print()
-    console.print(screen.text(words.answer(found), _STYLES[found.ok]))
-    for line in words.reason(found):
+    console.print(screen.text(words.answer(result), _STYLES[result.ok]))
+    for line in words.reason(result):
         screen.say(screen.text(clean(line)))
-    for plan, outcome, well in words.runs(found):
+    for plan, outcome, well in words.runs(result):
         console.print()
         screen.say(screen.text(clean(plan), "bold"))
         screen.say(screen.text(clean(outcome), "" if well else "red"))
-    remarks = words.remarks(found)
+    remarks = words.remarks(result)
     if remarks:
         console.print()
     for line in remarks:

@@ -8,16 +8,16 @@ from hasten.planner.cluster import MEASURED, ClusterPlan, Row
 from hasten.report.screen import Screen
 from hasten.report.words import NONE, clean, duration, percent, size
 
-_ROOM = 10  # columns for a line's label
+_LABEL_WIDTH = 10  # columns for a line's label
 _WIDTHS = {"devices": 7, "strategy": -12, "step": 8, "waits": 8, "efficiency": 10, "memory": 11, "time": 11, "cost": 11}
 """Column widths of the table, in characters; a negative width aligns to the left."""
 
 
-def show(found: ClusterPlan, source: str, console: Console) -> None:
+def show(plan: ClusterPlan, source: str, console: Console) -> None:
     """Print a plan: the measurements it rests on, the table, and the assumptions.
 
     Args:
-        found: The plan.
+        plan: The plan.
         source: Name of the evidence that the plan was computed from.
         console: Where to print; its width, colours and encoding are respected.
     """
@@ -26,72 +26,72 @@ def show(found: ClusterPlan, source: str, console: Console) -> None:
     screen.say(screen.text(title, "bold") + screen.text("How far it was checked: docs/cluster.md"), 0)
     console.print()
     for label, text in (
-        ("measured", _measured(found)),
-        ("holds", _holds(found)),
-        ("network", _network(found)),
-        ("batch", _batch(found)),
+        ("measured", _measured(plan)),
+        ("holds", _holds(plan)),
+        ("network", _network(plan)),
+        ("batch", _batch(plan)),
     ):
-        screen.labelled(label, text, _ROOM)
-    _table(found, screen)
+        screen.labelled(label, text, _LABEL_WIDTH)
+    _table(plan, screen)
     console.print()
-    for text in found.assumed:
-        screen.labelled("assumed", clean(text), _ROOM)
-    for text in found.left_out:
-        screen.labelled("left out", clean(text), _ROOM)
+    for text in plan.assumed:
+        screen.labelled("assumed", clean(text), _LABEL_WIDTH)
+    for text in plan.left_out:
+        screen.labelled("left out", clean(text), _LABEL_WIDTH)
 
 
-def _measured(found: ClusterPlan) -> str:
-    job = found.job
+def _measured(plan: ClusterPlan) -> str:
+    job = plan.job
     parts = {"data wait": job.data, "copy": job.transfer, "forward": job.forward, "backward": job.backward}
     sentences = [
         f"{name} {duration(part * job.batches)}" for name, part in {**parts, "other": job.other}.items() if part > 0
     ]
-    of = f" of {job.batches} batches" if job.batches > 1 else ""
-    return f"a step{of} takes {duration(job.step)}: {', '.join(sentences)}, optimizer {duration(job.optimizer)}"
+    batches = f" of {job.batches} batches" if job.batches > 1 else ""
+    return f"a step{batches} takes {duration(job.step)}: {', '.join(sentences)}, optimizer {duration(job.optimizer)}"
 
 
-def _holds(found: ClusterPlan) -> str:
-    job = found.job
+def _holds(plan: ClusterPlan) -> str:
+    job = plan.job
     peak = f"; peak {size(job.peak)}" if job.peak is not None else ""
     return f"parameters {size(job.parameters)}, gradients {size(job.gradients)}, optimizer {size(job.states)}{peak}"
 
 
-def _network(found: ClusterPlan) -> str:
-    network = found.network
+def _network(plan: ClusterPlan) -> str:
+    network = plan.network
     algorithm = "the faster of ring and tree" if network.algorithm == "auto" else network.algorithm
     speed = f"{network.bandwidth / 1e9:.4g} GB/s ({network.bandwidth * 8 / 1e9:.4g} Gb/s)"
     return f"{speed}, {duration(network.latency)} a message; all-reduce by {algorithm}"
 
 
-def _batch(found: ClusterPlan) -> str:
-    samples = found.job.batch_size
-    each = f"{samples} samples" if samples else "the measured batch"
-    if found.batch == "global":
-        return f"global: {each}, shared by all devices"
-    return f"per-device: {each} on each device, so a step takes N times as many; adapt rate and schedule"
+def _batch(plan: ClusterPlan) -> str:
+    samples = plan.job.batch_size
+    samples_text = f"{samples} samples" if samples else "the measured batch"
+    if plan.batch == "global":
+        return f"global: {samples_text}, shared by all devices"
+    return f"per-device: {samples_text} on each device, so a step takes N times as many; adapt rate and schedule"
 
 
-def _table(found: ClusterPlan, screen: Screen) -> None:
+def _table(plan: ClusterPlan, screen: Screen) -> None:
     names = list(_WIDTHS)
-    if found.job.samples is None or found.job.batch_size is None:
+    if plan.job.samples is None or plan.job.batch_size is None:
         names = names[:-2]
-    elif found.price is None:
+    elif plan.price is None:
         names = names[:-1]
     else:
-        screen.labelled("price", f"{found.price:g} for a device's hour", _ROOM)
+        screen.labelled("price", f"{plan.price:g} for a device's hour", _LABEL_WIDTH)
     if "time" in names:
-        screen.labelled("time", f"for {found.job.samples:,} samples", _ROOM)
+        screen.labelled("time", f"for {plan.job.samples:,} samples", _LABEL_WIDTH)
     screen.console.print()
     _line({name: name for name in names}, screen, "dim")
-    before = 1
-    for row in found.rows:
-        if row.devices != before:
+    devices = 1
+    for row in plan.rows:
+        if row.devices != devices:
             screen.console.print()
-            before = row.devices
+            devices = row.devices
         cells = _cells(row)
         _line({name: cells[name] for name in names}, screen, "red" if row.fits is False else "")
-    if any(row.fits is False for row in found.rows):
-        screen.console.print(screen.text(f"! more than {size(found.memory)}", "red"))
+    if any(row.fits is False for row in plan.rows):
+        screen.console.print(screen.text(f"! more than {size(plan.memory)}", "red"))
 
 
 def _cells(row: Row) -> dict[str, str]:

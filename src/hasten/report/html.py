@@ -17,7 +17,7 @@ def render(proof: Proof) -> str:
     template = environment().get_template("report.html.j2")
     return template.render(
         proof=proof,
-        found=verdict.verdict(proof),
+        headline=verdict.verdict(proof),
         phases=rows,
         longest_step=max(sum(row.before for row in rows), sum(row.after for row in rows)),
         parity=parity_words.parity(proof),

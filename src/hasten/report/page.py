@@ -24,11 +24,11 @@ def environment(*folders: Path) -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        finalize=_cleaned,
     )
 
 
-def _shown(value: Any) -> Any:
+def _cleaned(value: Any) -> Any:
     """Clean a text on its way into a page. Markup passes unchanged."""
     return words.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 

@@ -8,7 +8,7 @@ from hasten.check.agreement import Agreement
 from hasten.report import words
 from hasten.tuner.proof import Answer, ParityCheck, Proof
 
-_SAME_WAY = 0.99  # cosine above which gradients count as pointing the same way
+_SAME_DIRECTION = 0.99  # cosine above which gradients count as pointing the same way
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def parity(proof: Proof) -> ParityAnswer:
         return ParityAnswer(answer, "Whether the losses stay the same is not known", words.clean(why))
     if answer is Answer.HOLDS:
         return ParityAnswer(
-            answer, "Parity holds", _seen(checks) or words.clean(proof.parity.note) or "no loss changed"
+            answer, "Parity holds", _detectable(checks) or words.clean(proof.parity.note) or "no loss changed"
         )
     changed = ", ".join(f"{words.clean(check.what)} {words.signed(check.change)}" for check in checks if not check.ok)
     return ParityAnswer(
@@ -36,7 +36,7 @@ def parity(proof: Proof) -> ParityAnswer:
     )
 
 
-def _seen(checks: tuple[ParityCheck, ...]) -> str:
+def _detectable(checks: tuple[ParityCheck, ...]) -> str:
     """Return the smallest change of each loss that would have been detected, for a plan whose losses did not change.
 
     Each loss is listed separately because they differ: a validation of few batches may detect 8 %, while the same runs
@@ -49,13 +49,13 @@ def _seen(checks: tuple[ParityCheck, ...]) -> str:
 
 def _least(checks: tuple[ParityCheck, ...]) -> str:
     """Return the smallest detectable change; named by quantity if there are several checks."""
-    known = [check for check in checks if words.known(check.detectable) and not _equal(check)]
-    if not known:
+    limited = [check for check in checks if words.known(check.detectable) and not _equal(check)]
+    if not limited:
         return "any change"
     if len(checks) == 1:
-        return f"a change above {words.percent(known[0].detectable)}"
-    each = " or ".join(f"{words.percent(check.detectable)} ({words.clean(check.what)})" for check in known)
-    return f"a change above {each}"
+        return f"a change above {words.percent(limited[0].detectable)}"
+    changes = " or ".join(f"{words.percent(check.detectable)} ({words.clean(check.what)})" for check in limited)
+    return f"a change above {changes}"
 
 
 def _equal(check: ParityCheck) -> bool:
@@ -69,57 +69,59 @@ def check(check: ParityCheck) -> str:
     if _equal(check):
         return f"{words.clean(check.what)}: equal in {pairs}"
     if words.known(check.detectable):
-        sees = f"a change below {words.percent(check.detectable)} goes unseen"
+        detectable = f"a change below {words.percent(check.detectable)} goes unseen"
     else:
-        sees = "how small a change it sees cannot be said"
+        detectable = "how small a change it sees cannot be said"
     interval = "no interval"
     if words.known(check.low) and words.known(check.high):
         interval = f"95 % interval {words.signed(check.low)} to {words.signed(check.high)}"
-    side = "" if check.ok else "NOT the same: "
-    return f"{words.clean(check.what)}: {side}{words.signed(check.change)} under the plan ({interval}, {pairs}); {sees}"
+    refutation = "" if check.ok else "NOT the same: "
+    change = f"{refutation}{words.signed(check.change)} under the plan ({interval}, {pairs})"
+    return f"{words.clean(check.what)}: {change}; {detectable}"
 
 
-def agreement(found: Agreement) -> list[str]:
+def agreement(measured: Agreement) -> list[str]:
     """Return in sentences how far plain and plan agree on the same weights and batches."""
-    at = f", in {words.clean(found.worst)}" if found.worst else ""
-    loss, steps = words.percent(found.loss_gap), words.count(found.steps, "step")
+    in_tensor = f", in {words.clean(measured.worst)}" if measured.worst else ""
+    loss, steps = words.percent(measured.loss_gap), words.count(measured.steps, "step")
+    direction, gap = _direction(measured), f"{words.percent(measured.gradient_gap)} of a tensor{in_tensor}"
     return [
-        f"Gradients point {_way(found)}: the smallest cosine is {_cosine(found)} (1 is the same direction).",
-        f"Their largest difference is {words.percent(found.gradient_gap)} of a tensor{at}; {_explained(found)}.",
+        f"Gradients point {direction}: the smallest cosine is {_cosine(measured)} (1 is the same direction).",
+        f"Their largest difference is {gap}; {_explained(measured)}.",
         f"The loss of a step differs by {loss} at most, over {steps}.",
     ]
 
 
-def agreement_in_short(found: Agreement) -> str:
+def agreement_in_short(measured: Agreement) -> str:
     """Return how far plain and plan agree on the same weights and batches, in one sentence."""
-    gap, loss = words.percent(found.gradient_gap), words.percent(found.loss_gap)
+    gap, loss = words.percent(measured.gradient_gap), words.percent(measured.loss_gap)
     return (
-        f"same batches, {words.count(found.steps, 'step')}: cosine of the gradients {_cosine(found)}, "
-        f"they differ by {gap} ({_explained(found)}), losses by {loss}"
+        f"same batches, {words.count(measured.steps, 'step')}: cosine of the gradients {_cosine(measured)}, "
+        f"they differ by {gap} ({_explained(measured)}), losses by {loss}"
     )
 
 
-def _way(found: Agreement) -> str:
-    if not words.known(found.cosine):
+def _direction(measured: Agreement) -> str:
+    if not words.known(measured.cosine):
         return "it is not known where"
-    return "the same way" if found.cosine > _SAME_WAY else "elsewhere"
+    return "the same way" if measured.cosine > _SAME_DIRECTION else "elsewhere"
 
 
-def _cosine(found: Agreement) -> str:
-    return f"{found.cosine:.5f}" if words.known(found.cosine) else words.NONE
+def _cosine(measured: Agreement) -> str:
+    return f"{measured.cosine:.5f}" if words.known(measured.cosine) else words.NONE
 
 
-def _explained(found: Agreement) -> str:
-    if found.allowed is None or not words.known(found.allowed):
+def _explained(measured: Agreement) -> str:
+    if measured.allowed is None or not words.known(measured.allowed):
         return "how much of that rounding explains is not known"
-    more = found.gradient_gap > found.allowed
-    allowed = words.percent(found.allowed)
-    return f"MORE than the {allowed} that rounding explains" if more else f"rounding explains up to {allowed}"
+    exceeds = measured.gradient_gap > measured.allowed
+    allowed = words.percent(measured.allowed)
+    return f"MORE than the {allowed} that rounding explains" if exceeds else f"rounding explains up to {allowed}"
 
 
-def agrees(found: Agreement) -> bool:
+def agrees(measured: Agreement) -> bool:
     """Return whether the gradients agree as far as rounding allows; the direction alone counts if that is unknown."""
-    return found.cosine > _SAME_WAY and (found.allowed is None or found.gradient_gap <= found.allowed)
+    return measured.cosine > _SAME_DIRECTION and (measured.allowed is None or measured.gradient_gap <= measured.allowed)
 
 
 def blind_spots(proof: Proof) -> list[str]:

@@ -15,8 +15,8 @@ from rich.console import Console
 from hasten import messages
 from hasten.report import course, words
 from hasten.report.screen import Screen
-from hasten.tuner.found import Claim
 from hasten.tuner.proof import Block, beside_others
+from hasten.tuner.search_state import Claim
 
 _BETTER = 1.03  # times the last reported pace: a new best above it is reported
 _TICK = 1.0  # seconds between updates of the clock
@@ -43,12 +43,12 @@ class TuneProgress:
         self._file = cast("TextIO", console.file)
         self._screen = Screen(console)
         self._budget = budget
-        self._start = time.monotonic()
+        self._started_at = time.monotonic()
         self._paces: dict[bool, dict[tuple[str, ...], list[float]]] = {False: {}, True: {}}  # disturbed -> on -> paces
         self._claimed: Claim | None = None
-        self._said = 1.0
-        self._last: Block | None = None
-        self._now: float | None = None
+        self._reported_pace = 1.0
+        self._last_block: Block | None = None
+        self._last_pace: float | None = None
         self._blocks = self._failed = 0
         self._lock = threading.RLock()  # say() may run in a handler of a signal that came during draw()
         self._closed = threading.Event()
@@ -75,12 +75,12 @@ class TuneProgress:
         with self._lock:
             self._blocks += 1
             self._failed += bool(block.trouble)
-            self._last, self._now = block, course.pace(block, baseline_step)
+            self._last_block, self._last_pace = block, course.pace(block, baseline_step)
             self._claimed = claimed
-            if self._now is not None and block.on:
-                self._paces[block.disturbed].setdefault(block.on, []).append(self._now)
+            if self._last_pace is not None and block.on:
+                self._paces[block.disturbed].setdefault(block.on, []).append(self._last_pace)
             if self._ticking is None and claimed is None:
-                self._tell_better()
+                self._report_better()
             self._draw()
 
     @property
@@ -92,7 +92,7 @@ class TuneProgress:
         """
         for disturbed in (False, True):
             paces = self._paces[disturbed]
-            medians = {on: statistics.median(seen) for on, seen in paces.items() if len(seen) > 1}
+            medians = {on: statistics.median(set_paces) for on, set_paces in paces.items() if len(set_paces) > 1}
             if (on := max(medians, key=medians.__getitem__, default=None)) is not None:
                 return medians[on], on
         return None
@@ -122,8 +122,8 @@ class TuneProgress:
         rich treats a pipe as a terminal if FORCE_COLOR is set, so the stream itself is asked too.
         """
         console = self._console
-        seen = messages.is_terminal(self._file) and console.is_terminal
-        return seen and not console.is_dumb_terminal and not console.legacy_windows
+        is_terminal = messages.is_terminal(self._file) and console.is_terminal
+        return is_terminal and not console.is_dumb_terminal and not console.legacy_windows
 
     def _tick(self) -> None:
         while not self._closed.wait(_TICK):
@@ -131,19 +131,19 @@ class TuneProgress:
                 self._draw()
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self._started_at
 
-    def _tell_better(self) -> None:
+    def _report_better(self) -> None:
         """Print a line if the best pace has risen enough since the last one."""
         best = self.best
-        if best is None or best[0] < self._said * _BETTER:
+        if best is None or best[0] < self._reported_pace * _BETTER:
             return
-        self._said = best[0]
-        after = words.count(self._blocks, "block")
-        last = self._last
-        beside = beside_others(last.taken) if last is not None and last.disturbed else ""
+        self._reported_pace = best[0]
+        blocks = words.count(self._blocks, "block")
+        block = self._last_block
+        beside = beside_others(block.taken) if block is not None and block.disturbed else ""
         pace = f"best so far roughly {words.times(best[0])}{beside} (not measured in turn yet)"
-        self.say(f"{pace}, after {after}: {_names(best[1])}")
+        self.say(f"{pace}, after {blocks}: {_names(best[1])}")
 
     def _draw(self) -> None:
         """Rewrite the status line; does nothing without one."""
@@ -160,21 +160,27 @@ class TuneProgress:
             parts.append(f"in turn {words.times(speedup.ratio)} ({words.interval(speedup.low, speedup.high)})")
         elif best is not None:
             parts.append(f"best roughly {words.times(best[0])}")
-        if self._last is None:
+        if self._last_block is None:
             return parts
-        parts.append("not counted" if self._last.trouble else f"now {words.times(self._now)}" if self._now else "")
+        parts.append(
+            "not counted"
+            if self._last_block.trouble
+            else f"now {words.times(self._last_pace)}"
+            if self._last_pace
+            else ""
+        )
         failed = f", {self._failed} failed" if self._failed else ""
-        if self._last.disturbed:
-            parts.append(f"others take {words.percent(self._last.taken or 0.0)} of the CPU")
-        parts += [words.clean(self._last.part), f"{words.count(self._blocks, 'block')}{failed}"]
-        parts.append(f"on: {_names(self._last.on)}")
+        if self._last_block.disturbed:
+            parts.append(f"others take {words.percent(self._last_block.taken or 0.0)} of the CPU")
+        parts += [words.clean(self._last_block.part), f"{words.count(self._blocks, 'block')}{failed}"]
+        parts.append(f"on: {_names(self._last_block.on)}")
         return [part for part in parts if part]
 
     def _write(self, text: str) -> None:
         """Write to the console's file, over the status line if there is one."""
-        shown = self._screen.text(text).plain
+        printable = self._screen.text(text).plain
         with messages.harmless(self._file):
-            self._file.write(f"{_CLEAR if self._ticking is not None else ''}{shown}")
+            self._file.write(f"{_CLEAR if self._ticking is not None else ''}{printable}")
             self._file.flush()
 
 

@@ -36,7 +36,7 @@ def write(
         HastenError: The folder cannot be written to, or the file exists and is not a page of hasten's.
     """
     chart = curve(rates, losses, smoothed, bracket)
-    write_whole(environment().get_template("rates.html.j2").render(said=sentence, chart=chart), path)
+    write_whole(environment().get_template("rates.html.j2").render(sentence=sentence, chart=chart), path)
 
 
 def curve(
@@ -49,21 +49,21 @@ def curve(
     # The top comes from the first half of the rates: a loss that diverges at high rates does not flatten the rest.
     low, high = min(smoothed), max(smoothed[: max(2, len(smoothed) // 2)])
     top = low + _SHOWN_ABOVE * max(high - low, 1e-12)
-    down = drawing.Scale(low, top, near=96, far=6)
-    across = drawing.Scale(rates[0], rates[-1], log=True)
+    y_scale = drawing.Scale(low, top, near=96, far=6)
+    x_scale = drawing.Scale(rates[0], rates[-1], log=True)
 
-    def place(values: Sequence[float]) -> list[tuple[float, float]]:
-        return [(across(rate), down(min(top, max(low, value)))) for rate, value in zip(rates, values, strict=True)]
+    def points(values: Sequence[float]) -> list[tuple[float, float]]:
+        return [(x_scale(rate), y_scale(min(top, max(low, value)))) for rate, value in zip(rates, values, strict=True)]
 
     lines = [
-        drawing.line("line-baseline", place(losses), "loss"),
-        drawing.line("line-plan", place(smoothed), "smoothed"),
+        drawing.line("line-baseline", points(losses), "loss"),
+        drawing.line("line-plan", points(smoothed), "smoothed"),
     ]
     lines += [
-        drawing.line("line-baseline", [(across(rate), 0), (across(rate), 100)], f"{what} {rate:.1e}")
-        for rate, what in zip(bracket, ("begins to fall at", "lowest at"), strict=True)
+        drawing.line("line-baseline", [(x_scale(rate), 0), (x_scale(rate), 100)], f"{label} {rate:.1e}")
+        for rate, label in zip(bracket, ("begins to fall at", "lowest at"), strict=True)
         if rate is not None
     ]
-    parts = [drawing.stretched(_HEIGHT, lines), *drawing.rows(down, _HEIGHT, lambda loss: f"{loss:.3g}")]
-    parts += drawing.columns(across, _HEIGHT, lambda rate: f"{rate:.0e}")
-    return drawing.svg("Training loss by learning rate", "Grey: each step; blue: smoothed", _HEIGHT + 22, parts)
+    shapes = [drawing.stretched(_HEIGHT, lines), *drawing.rows(y_scale, _HEIGHT, lambda loss: f"{loss:.3g}")]
+    shapes += drawing.columns(x_scale, _HEIGHT, lambda rate: f"{rate:.0e}")
+    return drawing.svg("Training loss by learning rate", "Grey: each step; blue: smoothed", _HEIGHT + 22, shapes)

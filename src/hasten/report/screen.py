@@ -33,47 +33,47 @@ class Screen:
             text = text.encode("ascii", "replace").decode()
         return Text(text, style)
 
-    def say(self, text: Text, indent: int = 2, first: Text | None = None) -> None:
-        """Print wrapped text with every line indented; `first` is printed inside the first line's indent.
+    def say(self, text: Text, indent: int = 2, label: Text | None = None) -> None:
+        """Print wrapped text with every line indented; `label` is printed inside the first line's indent.
 
         A word longer than a line is not broken: it is a path or a setting, which somebody may copy.
         """
-        room = max(8, self.console.width - indent)
-        for line in _wrapped(text, room):
+        width = max(8, self.console.width - indent)
+        for line in _wrap(text, width):
             line.rstrip()  # in place: rich's Text is mutable
-            margin = first if first is not None else Text()
+            margin = label if label is not None else Text()
             self.console.print(margin + Text(" " * (indent - margin.cell_len)) + line, soft_wrap=True)
-            first = None
+            label = None
 
-    def heading(self, text: str, rest: str = "") -> None:
-        """Print an empty line, then a bold heading; `rest` follows it in dim text."""
+    def heading(self, text: str, note: str = "") -> None:
+        """Print an empty line, then a bold heading; `note` follows it in dim text."""
         self.console.print()
-        self.say(self.text(text, "bold") + self.text(f"  {rest}" if rest else "", "dim"), 0)
+        self.say(self.text(text, "bold") + self.text(f"  {note}" if note else "", "dim"), 0)
 
-    def labelled(self, label: str, text: str, room: int, style: str = "dim", text_style: str = "") -> None:
-        """Print a paragraph after a label, in a column `room` characters wide."""
-        self.say(self.text(text, text_style), 2 + room, self.text(f"  {label}", style))
+    def labelled(self, label: str, text: str, label_width: int, style: str = "dim", text_style: str = "") -> None:
+        """Print a paragraph after a label, in a column `label_width` characters wide."""
+        self.say(self.text(text, text_style), 2 + label_width, self.text(f"  {label}", style))
 
-    def bar(self, length: int, style: str, seen: bool = True) -> Text:
-        """Return a bar `length` characters long; at length 0, a thin one if it must still be `seen`."""
+    def bar(self, length: int, style: str, visible: bool = True) -> Text:
+        """Return a bar `length` characters long; at length 0, a thin one if it must still be `visible`."""
         mark, thin = ("#", ".") if self.ascii_only else ("█", "▏")
-        return Text(mark * length if length else thin if seen else "", style)
+        return Text(mark * length if length else thin if visible else "", style)
 
 
-def _wrapped(text: Text, room: int) -> Iterator[Text]:
-    """Yield lines of at most `room` cells; a longer single word stays whole (rich would break it or cut it off)."""
+def _wrap(text: Text, width: int) -> Iterator[Text]:
+    """Yield lines of at most `width` cells; a longer single word stays whole (rich would break it or cut it off)."""
     for paragraph in text.split(allow_blank=True):
-        breaks, used = [], 0
+        breaks, filled = [], 0
         for word in re.finditer(r"\S+\s*|\s+", paragraph.plain):
-            if used and used + cell_len(word[0].rstrip()) > room:
+            if filled and filled + cell_len(word[0].rstrip()) > width:
                 breaks.append(word.start())
-                used = 0
-            used += cell_len(word[0])
+                filled = 0
+            filled += cell_len(word[0])
         yield from paragraph.divide(breaks)
 
 
-def stacked(amounts: Sequence[float], room: int) -> list[int]:
-    """Return integer lengths in proportion to `amounts` that add up to `room`.
+def stacked(amounts: Sequence[float], width: int) -> list[int]:
+    """Return integer lengths in proportion to `amounts` that add up to `width`.
 
     Each bar's end is the rounded running sum, so rounding errors do not accumulate.
     >>> stacked([1.0, 1.0, 1.0], 10)
@@ -85,7 +85,7 @@ def stacked(amounts: Sequence[float], room: int) -> list[int]:
     ends, reached = [], 0.0
     for amount in amounts:
         reached += amount
-        ends.append(min(room, round(reached / total * room)))
+        ends.append(min(width, round(reached / total * width)))
     if ends:
-        ends[-1] = room
+        ends[-1] = width
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

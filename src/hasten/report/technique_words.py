@@ -36,12 +36,12 @@ class Row:
         return words.interval(self.low, self.high)
 
     @property
-    def sure(self) -> str:
+    def certainty(self) -> str:
         """Probability that the technique helps, as text."""
-        return sure(self.helps)
+        return certainty(self.helps)
 
 
-def sure(helps: float | None) -> str:
+def certainty(helps: float | None) -> str:
     """Return a probability of helping as text, never as 0 or 100 %, which no measurement can show."""
     if helps is None or not words.known(helps):
         return words.NONE
@@ -83,19 +83,23 @@ def _lost(tried: TriedSetting) -> Row:
 
 def effects(proof: Proof) -> str:
     """Return the effects that the kept techniques may have on the result, named and explained."""
-    used = list(dict.fromkeys(technique.effect for technique in proof.techniques))
-    named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in used]
+    effects = list(dict.fromkeys(technique.effect for technique in proof.techniques))
+    named = [f"{words.clean(effect)} = {words.EFFECTS.get(effect, 'not known to this hasten')}" for effect in effects]
     return "; ".join(named)
 
 
 def meaning(proof: Proof) -> str:
     """Return an explanation of the table's columns."""
-    where = "blocks of one process" if proof.warm else "trials in processes of their own"
+    measured_in = "blocks of one process" if proof.warm else "trials in processes of their own"
     text = (
-        f"Brings: how many times faster a step is with it than without, the rest of the plan on, measured in {where}, "
-        "with its 95 % interval. Helps: how sure it is that it helps at all"
+        f"Brings: how many times faster a step is with it than without, the rest of the plan on, measured in "
+        f"{measured_in}, with its 95 % interval. Helps: how sure it is that it helps at all"
     )
-    doubtful = [words.clean(one.name) for one in proof.techniques if one.helps is not None and one.helps < 0.5]
+    doubtful = [
+        words.clean(technique.name)
+        for technique in proof.techniques
+        if technique.helps is not None and technique.helps < 0.5
+    ]
     if doubtful:
         text += f". {', '.join(doubtful)}: kept since the whole plan was the fastest of those measured in turn"
     return text

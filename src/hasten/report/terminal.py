@@ -61,7 +61,7 @@ class _TunePage:
         self._would_ask()
         self._skipped()
         self._notes()
-        self._next(plan_path, html_path)
+        self._files_and_next_command(plan_path, html_path)
 
     def _columns(self, rows: list[tuple[Text, ...]], indent: int = 2) -> None:
         """Print rows as borderless columns. The last column takes the remaining width and wraps."""
@@ -74,10 +74,10 @@ class _TunePage:
         self.console.print(Padding(table, (0, 0, 0, indent), expand=False))
 
     def _verdict(self) -> None:
-        found = verdict.verdict(self.proof)
+        answer = verdict.verdict(self.proof)
         self.console.print()
-        self.screen.say(self._text(found.title, _STYLES[found.kind]), 0)
-        self.screen.say(self._text(found.detail))
+        self.screen.say(self._text(answer.title, _STYLES[answer.kind]), 0)
+        self.screen.say(self._text(answer.detail))
         self.screen.say(self._text(f"Training: {words.command(self.proof.command)}", "dim"))
         if noisy := verdict.noisy(self.proof):
             self.screen.say(self._text(noisy, "dim"))
@@ -87,7 +87,7 @@ class _TunePage:
         promised = verdict.promises(self.proof)
         self._columns(
             [
-                (self._text(p.what), self._text(p.answer.value, _ANSWERS[p.answer]), self._text(p.detail))
+                (self._text(p.name), self._text(p.answer.value, _ANSWERS[p.answer]), self._text(p.detail))
                 for p in promised
             ]
         )
@@ -97,13 +97,13 @@ class _TunePage:
 
     def _parity(self) -> None:
         """Print the figures behind "same steps" and "same losses", if anything was compared."""
-        found, checks = self.proof.agreement, self.proof.parity.checks
-        if not self.proof.techniques or not (found or checks):
+        agreement, checks = self.proof.agreement, self.proof.parity.checks
+        if not self.proof.techniques or not (agreement or checks):
             return
         self.screen.heading("Is the result the same?")
-        if found:
-            line = f"{parity_words.agreement_in_short(found)}."
-            self.screen.say(self._text(line, "" if parity_words.agrees(found) else "red"))
+        if agreement:
+            line = f"{parity_words.agreement_in_short(agreement)}."
+            self.screen.say(self._text(line, "" if parity_words.agrees(agreement) else "red"))
         for check in checks:
             self.screen.say(self._text(f"{parity_words.check(check)}.", "" if check.ok else "red"))
         note = words.clean(self.proof.parity.note)
@@ -127,39 +127,39 @@ class _TunePage:
         for row in rows:
             cells = (row.name, _short(row.setting, 60), row.effect) if wide else (row.name,)
             brings = self._text(row.brings, "bold")
-            table.add_row(*map(self._text, cells), brings, self._text(row.interval), self._text(row.sure))
+            table.add_row(*map(self._text, cells), brings, self._text(row.interval), self._text(row.certainty))
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         self.screen.say(self._text(f"{technique_words.meaning(self.proof)}.", "dim"))
         self.screen.say(self._text(f"Effect: {technique_words.effects(self.proof)}.", "dim"))
 
     def _phases(self) -> None:
-        shown = phases(self.proof)
-        if not shown:
+        rows = phases(self.proof)
+        if not rows:
             return
-        both = verdict.plan_was_phased(self.proof)
-        sides = [("before", "dim"), ("after", "green")] if both else [("before", "dim")]
+        plan_measured = verdict.plan_was_phased(self.proof)
+        sides = [("before", "dim"), ("after", "green")] if plan_measured else [("before", "dim")]
         self.screen.heading("Where a step's time goes" + (", baseline -> plan" if len(sides) == 2 else ""))
-        longest = max(max(row.before, row.after) for row in shown)
-        unit = max(sum(row.before for row in shown), sum(row.after for row in shown))
-        room = max(6, min(24, (self.console.width - 44) // 2))
+        longest = max(max(row.before, row.after) for row in rows)
+        unit = max(sum(row.before for row in rows), sum(row.after for row in rows))
+        bar_width = max(6, min(24, (self.console.width - 44) // 2))
         table = Table.grid(padding=(0, 1, 0, 0))
         for justify in ("left", "right", "left", "right", "left"):
             table.add_column(justify=justify, no_wrap=True)
-        for row in shown:
+        for row in rows:
             cells = [self._text(row.label)]
             for side, style in sides:
                 seconds: float = getattr(row, side)
-                bar = self.screen.bar(round(seconds / longest * room), style, seconds > 0)
+                bar = self.screen.bar(round(seconds / longest * bar_width), style, seconds > 0)
                 cells += [self._text(words.alike(seconds, unit)), bar]
             table.add_row(*cells)
         total = [self._text("a whole step", "bold")]
         for side, _ in sides:
-            total += [self._text(words.alike(sum(getattr(row, side) for row in shown), unit), "bold"), Text()]
+            total += [self._text(words.alike(sum(getattr(row, side) for row in rows), unit), "bold"), Text()]
         table.add_row(*total)
         self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
         if gap := verdict.phase_gap(self.proof):
             self.screen.say(self._text(f"{gap}.", "yellow"))
-        if self.proof.techniques and not both:
+        if self.proof.techniques and not plan_measured:
             self.screen.say(self._text(f"{verdict.PLAIN_PHASES}.", "dim"))
 
     def _lost(self) -> None:
@@ -168,10 +168,10 @@ class _TunePage:
             return
         self.screen.heading("Tried and not kept")
         self._columns([self._lost_row(row) for row in rows[:_MOST_ROWS]])
-        self._more(len(rows) - _MOST_ROWS)
+        self._more_rows(len(rows) - _MOST_ROWS)
 
     def _lost_row(self, row: technique_words.Row) -> tuple[Text, Text]:
-        figures = f"{row.brings} ({row.interval}), helps: {row.sure}. " if words.known(row.ratio) else ""
+        figures = f"{row.brings} ({row.interval}), helps: {row.certainty}. " if words.known(row.ratio) else ""
         name = f"{row.name} = {_short(row.setting, 24)}"
         return self._text(name), self._text(_short(f"{figures}{row.why}", 160))
 
@@ -181,7 +181,7 @@ class _TunePage:
         self.screen.heading("With more time, tune would ask")
         for question in self.proof.would_ask[:_MOST_ROWS]:
             self._columns([(self._text("-"), self._text(_short(words.clean(question), 160)))])
-        self._more(len(self.proof.would_ask) - _MOST_ROWS)
+        self._more_rows(len(self.proof.would_ask) - _MOST_ROWS)
 
     def _skipped(self) -> None:
         rows = self.proof.skipped
@@ -194,11 +194,11 @@ class _TunePage:
                 for row in rows[:_MOST_ROWS]
             ]
         )
-        self._more(len(rows) - _MOST_ROWS)
+        self._more_rows(len(rows) - _MOST_ROWS)
 
-    def _more(self, left: int) -> None:
-        if left > 0:
-            self.screen.say(self._text(f"and {left} more, in the report", "dim"))
+    def _more_rows(self, count: int) -> None:
+        if count > 0:
+            self.screen.say(self._text(f"and {count} more, in the report", "dim"))
 
     def _notes(self) -> None:
         notes = [*self.proof.notes, *(f"tap skipped: {reason}" for reason in self.proof.taps_skipped)]
@@ -208,11 +208,11 @@ class _TunePage:
         for note in notes:
             self._columns([(self._text("-"), self._text(words.clean(note)))])
 
-    def _next(self, plan_path: Path | None, html_path: Path | None) -> None:
-        used, budget = words.duration(self.proof.used_seconds), words.duration(self.proof.budget_seconds)
+    def _files_and_next_command(self, plan_path: Path | None, html_path: Path | None) -> None:
+        seconds_used, budget = words.duration(self.proof.used_seconds), words.duration(self.proof.budget_seconds)
         blocks, trials = len(self.proof.blocks), len(self.proof.trials)
         measured = words.count(blocks, "block") if blocks else words.count(trials, "trial")
-        self.screen.heading(f"Files ({measured} in {used} of {budget})")
+        self.screen.heading(f"Files ({measured} in {seconds_used} of {budget})")
         rows = [("plan", plan_path), ("report", html_path)]
         if html_path is not None and html_path.with_suffix(".json").is_file():
             rows.append(("figures", html_path.with_suffix(".json")))

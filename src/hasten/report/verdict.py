@@ -35,7 +35,7 @@ class TuneVerdict:
 class Promise:
     """One requirement of a proven plan, and whether the plan meets it."""
 
-    what: str
+    name: str
     answer: Answer
     detail: str
 
@@ -54,7 +54,7 @@ def verdict(proof: Proof) -> TuneVerdict:
     """Return the overall answer: the claim, and whether it is proven."""
     # Ordered by severity: a refuted plan is reported as such, whatever else is unknown.
     if not proof.techniques:
-        return _nothing(proof)
+        return _nothing_kept(proof)
     claim = "; ".join(part for part in (_interval(proof.speedup), words.clean(proof.speedup_how)) if part) + "."
     ratio, missing = words.times(proof.speedup.ratio), _missing(proof)
     if proof.speedup.high < 1 and proof.disturbed is None:
@@ -76,7 +76,7 @@ def verdict(proof: Proof) -> TuneVerdict:
     return TuneVerdict("unproven", f"{ratio} faster, not proven", f"{claim} Not known: {missing}.")
 
 
-def _nothing(proof: Proof) -> TuneVerdict:
+def _nothing_kept(proof: Proof) -> TuneVerdict:
     """Return the answer when nothing was kept: nothing helped, or nothing could be measured."""
     measured = [setting for setting in proof.tried if words.known(setting.ratio)]
     if not proof.tried:
@@ -98,44 +98,44 @@ def promises(proof: Proof) -> list[Promise]:
     """Return the requirements of a proven plan, each with its answer; empty if nothing was kept."""
     if not proof.techniques:
         return []
-    same = parity(proof)
-    return [_faster(proof), _checked(proof), Promise("same losses", proof.parity.answer, same.detail), _fresh(proof)]
+    losses = parity(proof)
+    return [_faster(proof), _checked(proof), Promise("same losses", proof.parity.answer, losses.detail), _fresh(proof)]
 
 
 def _faster(proof: Proof) -> Promise:
-    what, speedup = "faster", proof.speedup
+    name, speedup = "faster", proof.speedup
     if proof.disturbed is not None:
-        return Promise(what, Answer.NOT_KNOWN, f"measured{beside_others(proof.disturbed)}")
+        return Promise(name, Answer.NOT_KNOWN, f"measured{beside_others(proof.disturbed)}")
     if speedup.high < 1:
-        return Promise(what, Answer.DOES_NOT, "the whole interval lies below 1x")
+        return Promise(name, Answer.DOES_NOT, "the whole interval lies below 1x")
     if speedup.low > 1:
-        return Promise(what, Answer.HOLDS, "the whole interval lies above 1x")
+        return Promise(name, Answer.HOLDS, "the whole interval lies above 1x")
     if not words.known(speedup.low):
-        return Promise(what, Answer.NOT_KNOWN, "it has no interval")
-    return Promise(what, Answer.NOT_KNOWN, "the interval reaches down to 1x or below")
+        return Promise(name, Answer.NOT_KNOWN, "it has no interval")
+    return Promise(name, Answer.NOT_KNOWN, "the interval reaches down to 1x or below")
 
 
 def _checked(proof: Proof) -> Promise:
-    what = "same steps"
+    name = "same steps"
     if proof.check is None:
-        return Promise(what, Answer.NOT_KNOWN, "no step was compared with the script as it was")
+        return Promise(name, Answer.NOT_KNOWN, "no step was compared with the script as it was")
     answer = {True: Answer.HOLDS, False: Answer.DOES_NOT, None: Answer.NOT_KNOWN}[proof.check.ok]
     return Promise(
-        what, answer, " ".join([check_words.answer(proof.check), *check_words.reason(proof.check)]).rstrip(".")
+        name, answer, " ".join([check_words.answer(proof.check), *check_words.reason(proof.check)]).rstrip(".")
     )
 
 
 def _fresh(proof: Proof) -> Promise:
-    what = "in fresh processes"
+    name = "in fresh processes"
     if proof.fresh is None:
-        return Promise(what, Answer.NOT_KNOWN, "not measured: what starts and caches cost is not in the claim")
+        return Promise(name, Answer.NOT_KNOWN, "not measured: what starts and caches cost is not in the claim")
     measured = f"{words.times(proof.fresh)} over {words.count(len(proof.pairs), 'pair')}"
-    return Promise(what, Answer.HOLDS if proof.fresh > 1 else Answer.NOT_KNOWN, measured)
+    return Promise(name, Answer.HOLDS if proof.fresh > 1 else Answer.NOT_KNOWN, measured)
 
 
 def _missing(proof: Proof) -> str:
     """Return the names of the requirements that a plan is not known to meet."""
-    return ", ".join(promise.what for promise in promises(proof) if promise.answer is not Answer.HOLDS)
+    return ", ".join(promise.name for promise in promises(proof) if promise.answer is not Answer.HOLDS)
 
 
 def speed(proof: Proof) -> list[words.Figure]:
@@ -150,9 +150,9 @@ def speed(proof: Proof) -> list[words.Figure]:
         lines.append(words.Figure("whole epochs", "not measured", "no process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
-        about = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated{beside}"
+        estimate = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated{beside}"
         lines.append(
-            words.Figure("full run", words.times(run.ratio), f"{about} ({words.clean(run.epochs_known_from)})")
+            words.Figure("full run", words.times(run.ratio), f"{estimate} ({words.clean(run.epochs_known_from)})")
         )
         lines.append(words.Figure("start-up", _startup(proof), break_even(proof)))
     else:
@@ -235,20 +235,22 @@ def phase_gap(proof: Proof) -> str:
 
 def noise(proof: Proof) -> list[str]:
     """Return in sentences how busy the machine was otherwise, and what that means for the interval."""
-    seen = proof.noise
-    if seen is None:
+    machine_noise = proof.noise
+    if machine_noise is None:
         return ["How busy the machine was besides was not measured."]
     cores = words.count(proof.machine.cores, "core")
     lines = []
-    if words.known(seen.others):
-        busy = (seen.others or 0.0) * proof.machine.cores
+    if words.known(machine_noise.others):
+        busy = (machine_noise.others or 0.0) * proof.machine.cores
         lines.append(f"Other processes kept {busy:.1f} of {cores} busy.")
     else:
         lines.append("What other processes did could not be seen.")
-    if words.known(seen.steal):
-        lines.append(f"The hypervisor gave {words.percent(seen.steal)} of the CPU time to others.")
-    if words.known(seen.scatter):
-        lines.append(f"The pace of a block scattered by {words.percent(seen.scatter)} around what was expected of it.")
+    if words.known(machine_noise.steal):
+        lines.append(f"The hypervisor gave {words.percent(machine_noise.steal)} of the CPU time to others.")
+    if words.known(machine_noise.scatter):
+        lines.append(
+            f"The pace of a block scattered by {words.percent(machine_noise.scatter)} around what was expected of it."
+        )
     return [*lines, *_disturbed_blocks(proof), *_meaning(proof)]
 
 
@@ -256,19 +258,21 @@ def noisy(proof: Proof) -> str:
     """Return a note for the headline on what others took of the machine; "" if too little to matter."""
     if not is_noisy(proof) or proof.noise is None:
         return ""
-    took = []
+    reasons = []
     if (proof.noise.others or 0.0) >= _BUSY:
         busy = (proof.noise.others or 0.0) * proof.machine.cores
-        took.append(f"others kept {busy:.1f} of {words.count(proof.machine.cores, 'core')} busy")
+        reasons.append(f"others kept {busy:.1f} of {words.count(proof.machine.cores, 'core')} busy")
     if (proof.noise.steal or 0.0) >= _STOLEN:
-        took.append(f"the hypervisor gave {words.percent(proof.noise.steal)} of the CPU time to others")
-    return f"Noisy machine: {' and '.join(took)}; {_claim_is_of(proof)}."
+        reasons.append(f"the hypervisor gave {words.percent(proof.noise.steal)} of the CPU time to others")
+    return f"Noisy machine: {' and '.join(reasons)}; {_claim_is_of(proof)}."
 
 
 def is_noisy(proof: Proof) -> bool:
     """Return whether others took enough of the machine to be mentioned beside the headline."""
-    seen = proof.noise
-    return seen is not None and ((seen.others or 0.0) >= _BUSY or (seen.steal or 0.0) >= _STOLEN)
+    machine_noise = proof.noise
+    return machine_noise is not None and (
+        (machine_noise.others or 0.0) >= _BUSY or (machine_noise.steal or 0.0) >= _STOLEN
+    )
 
 
 def _disturbed_blocks(proof: Proof) -> list[str]:
@@ -295,12 +299,12 @@ def _claim_is_of(proof: Proof) -> str:
 
 def _meaning(proof: Proof) -> list[str]:
     """Return the conclusion from the machine's noise, in sentences."""
-    seen = proof.noise
+    machine_noise = proof.noise
     if is_noisy(proof):
         claim = ""
         if proof.techniques and words.known(proof.speedup.low):
             claim = f" ({words.interval(proof.speedup.low, proof.speedup.high)})"
         return [f"So {_claim_is_of(proof)}{claim}.", *([_DOUBT] if proof.disturbed is not None else [])]
-    if seen is not None and words.known(seen.others):
+    if machine_noise is not None and words.known(machine_noise.others):
         return ["So the machine was quiet: the interval is what the training's own steps give."]
     return []

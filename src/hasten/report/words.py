@@ -21,7 +21,7 @@ EFFECTS = {
 _PHASE_LABELS = {"data": "data wait", "transfer": "copy to device", "sync": "gradient sync"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories: control, format, surrogate, line and paragraph separator
 NONE = "–"
-_WORTH_A_WORD = 0.5  # seconds: shorter stages of a tune are not listed
+_LEAST_SECONDS = 0.5  # seconds: shorter stages of a tune are not listed
 percent = figures.percent
 
 
@@ -103,7 +103,7 @@ def duration(seconds: float | None) -> str:
 
 def spent(stages: Mapping[str, float]) -> str:
     """List the stages of a tune that took at least half a second: `search 96 s, check 43.2 s`."""
-    return ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in stages.items() if seconds >= _WORTH_A_WORD)
+    return ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in stages.items() if seconds >= _LEAST_SECONDS)
 
 
 def alike(seconds: float, longest: float) -> str:
@@ -137,7 +137,7 @@ def setting(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, Mapping):
-        return clean(", ".join(f"{key} = {setting(part)}" for key, part in value.items()))
+        return clean(", ".join(f"{key} = {setting(entry)}" for key, entry in value.items()))
     return clean(f"{value:g}" if isinstance(value, float) else str(value))
 
 
@@ -151,15 +151,15 @@ def phase(name: str) -> str:
     return _PHASE_LABELS.get(name, clean(name.replace("_", " ")))
 
 
-def command(parts: Sequence[str]) -> str:
+def command(arguments: Sequence[str]) -> str:
     """Format a command line for pasting into a shell. A leading `~` stays unquoted, so that the shell expands it."""
-    return clean(" ".join(_quoted(part) for part in parts))
+    return clean(" ".join(_quoted(argument) for argument in arguments))
 
 
-def _quoted(part: str) -> str:
-    if part == "~":
-        return part
-    return f"~/{shlex.quote(part[2:])}" if part.startswith("~/") and part[2:] else shlex.quote(part)
+def _quoted(argument: str) -> str:
+    if argument == "~":
+        return argument
+    return f"~/{shlex.quote(argument[2:])}" if argument.startswith("~/") and argument[2:] else shlex.quote(argument)
 
 
 def moment(written: str) -> str:
@@ -171,16 +171,16 @@ def moment(written: str) -> str:
     return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".rstrip()
 
 
-def count(amount: int, what: str) -> str:
+def count(amount: int, noun: str) -> str:
     """Format a count: `1 seed`, `3 seeds`."""
-    return f"{amount} {what}" if amount == 1 else f"{amount} {what}s"
+    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
 def change(before: float, after: float) -> str:
     """Format how much less or more `after` is than `before`: `38 % less`."""
     if not (known(before) and known(after)) or before <= 0:
         return NONE
-    part = after / before - 1
-    if abs(part) < 0.005:
+    share = after / before - 1
+    if abs(share) < 0.005:
         return "the same"
-    return f"{percent(abs(part))} {'less' if part < 0 else 'more'}"
+    return f"{percent(abs(share))} {'less' if share < 0 else 'more'}"

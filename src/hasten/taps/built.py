@@ -44,7 +44,7 @@ class Built:
         session, roles = self._session, recorder.roles()
         watched, optimizers = list(session.run.models.values()), list(session.optimizers.items())
         return {
-            "flags": global_flags(session.run.seen, compiler()),
+            "flags": global_flags(session.run.facts, compiler()),
             "loaders": tuple(self._loader(i, roles.get(i, "unused"), ask) for i in range(len(session.loaders))),
             "models": tuple(facts for watch in watched if (facts := watch.facts()) is not None),
             "optimizers": tuple(

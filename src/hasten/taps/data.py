@@ -100,7 +100,7 @@ def _beginning(begin: Any, session: Session) -> Any:
             if "_hasten_index" in self.__dict__:
                 iterator.__dict__["_hasten_loader"] = self.__dict__["_hasten_index"]
                 recorder.pass_begins(self.__dict__["_hasten_index"], iterator, start, recorder.now())
-        if session.run.acting("batches"):
+        if session.run.techniques_at("batches"):
             iterator.__dict__["_hasten_fetch"] = None
         if session.driver is not None:
             iterator.__dict__["_hasten_begin"] = functools.partial(begin, self)
@@ -119,7 +119,7 @@ def _making_samples(make: Any, session: Session) -> Any:
 def _tap_iterator(kind: Any, session: Session) -> None:
     plain = _making_samples(kind.__next__, session)
     run = session.run
-    changes = bool(run.acting("batches"))
+    changes = bool(run.techniques_at("batches"))
     loaders = session.loaders
 
     def fetch(iterator: Any) -> Any:
@@ -214,7 +214,7 @@ def _show_batch(session: Session, index: int, built: BuiltLoader, batch: Any) ->
 
 
 def _tap_fetcher(room: Any, session: Session) -> None:
-    if not session.run.acting("fetcher"):
+    if not session.run.techniques_at("fetcher"):
         return
 
     def creating(create: Any) -> Any:

@@ -40,7 +40,7 @@ def install(session: Session) -> None:
     run = session.run
     if taps_forwards(session):
         _tap_forward(session)
-    if run.recorder is not None or run.acting("backward"):
+    if run.recorder is not None or run.techniques_at("backward"):
         _tap_backward(session)
 
 
@@ -48,7 +48,7 @@ def taps_forwards(session: Session) -> bool:
     """Return whether techniques, the recorder or `ranks` need to see forwards."""
     run = session.run
     carries = session.config.ranks is not None
-    return bool(carries or run.recorder is not None or run.acting("forward") or run.acting("model"))
+    return bool(carries or run.recorder is not None or run.techniques_at("forward") or run.techniques_at("model"))
 
 
 def _tap_forward(session: Session) -> None:
@@ -62,7 +62,9 @@ def _tap_forward(session: Session) -> None:
     plain = Module.__call__
     outermost = _outermost(session, plain, torch)
     recorder = session.run.recorder
-    acts = session.run.acting("forward") or session.run.acting("model") or session.config.ranks is not None
+    acts = (
+        session.run.techniques_at("forward") or session.run.techniques_at("model") or session.config.ranks is not None
+    )
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
     grad_enabled, thread_state = torch.is_grad_enabled, _thread_state
 
@@ -147,8 +149,8 @@ def _outermost(session: Session, plain: Any, torch: Any) -> Any:
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(module, *args, **kwargs)
 
-    wraps = bool(run.acting("forward"))
-    forward = run.wrapped("forward", call)
+    wraps = bool(run.techniques_at("forward"))
+    forward = run.wrap("forward", call)
     training_phase, validation_phase = int(Phase.FORWARD), int(Phase.VALIDATION)
     modules, unknown = _WatchedModules(session), object()
     watches = modules.watches
@@ -207,7 +209,7 @@ def _tap_backward(session: Session) -> None:
     import torch
 
     run = session.run
-    plain = run.wrapped("backward", torch.autograd.backward)
+    plain = run.wrap("backward", torch.autograd.backward)
     if run.recorder is None:
         tap(torch.autograd, "backward", lambda _: plain)
         return
@@ -236,7 +238,7 @@ def _tap_backward(session: Session) -> None:
             recorder.stepped_by_hand()
         if looks[0] < 5 and not session.profiling:  # `profiling`: doctor's own profiler is on, not the script's
             looks[0] += 1
-            _look_for_debug_tools(run.seen, torch)
+            _look_for_debug_tools(run.facts, torch)
         return result
 
     tap(torch.autograd, "backward", lambda _: backward)
@@ -257,7 +259,7 @@ def _tap_grad(session: Session, torch: Any, went_backward: Callable[[], bool]) -
             return plain(*args, **kwargs)
         double_backward = kwargs.get("create_graph")
         if double_backward:
-            run.seen["double_backward"] = True
+            run.facts["double_backward"] = True
         if double_backward or recorder is None or recorder.resting is not None or session.optimizers or went_backward():
             return plain(*args, **kwargs)
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")

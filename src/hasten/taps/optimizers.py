@@ -19,7 +19,7 @@ def install(session: Session) -> None:
     import torch
 
     run = session.run
-    if run.acting("optimizer") or run.recorder is not None:
+    if run.techniques_at("optimizer") or run.recorder is not None:
         tap(torch.optim.Optimizer, "__init__", lambda plain: _building(plain, session))
     if run.recorder is not None:
         _tap_steps(session)
@@ -38,7 +38,7 @@ def _building(build: Any, session: Session) -> Any:
         session.run.optimizer(self)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Read now: many scripts end with `destroy_process_group()`, before the evidence is written.
-            session.run.seen["distributed"] = torch.distributed.get_world_size()
+            session.run.facts["distributed"] = torch.distributed.get_world_size()
 
     return __init__
 
@@ -72,10 +72,10 @@ def _tap_steps(session: Session) -> None:
         if start is None:
             recorder.rested_optimizer_step(id(optimizer))
             return
-        if probes and not run.seen.get("missing_gradients"):
+        if probes and not run.facts.get("missing_gradients"):
             groups = optimizer.param_groups
             if any(p.requires_grad and p.grad is None for group in groups for p in group["params"]):
-                run.seen["missing_gradients"] = True
+                run.facts["missing_gradients"] = True
         end = perf_counter()
         if recorder.listeners:
             recorder.mark(Phase.OPTIMIZER, False)
@@ -110,7 +110,7 @@ def _with_timed_closure(args: tuple[Any, ...], kwargs: dict[str, Any], in_closur
 
 
 def _clearing(clear: Any, session: Session) -> Any:
-    observed = session.run.seen
+    observed = session.run.facts
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         if not set_to_none:

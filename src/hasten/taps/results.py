@@ -64,7 +64,7 @@ def _tap_losses(session: Session) -> None:
     def attending(plain: Any) -> Any:
         def attention(*args: Any, **kwargs: Any) -> Any:
             if not is_compiling():
-                session.run.seen["attention"] = True
+                session.run.facts["attention"] = True
             return plain(*args, **kwargs)
 
         return attention
@@ -117,7 +117,7 @@ def _tap_scaler(session: Session) -> None:
         def scale(self: Any, outputs: Any) -> Any:
             scaled = plain(self, outputs)
             if self.is_enabled():
-                session.run.seen["grad_scaler"] = True
+                session.run.facts["grad_scaler"] = True
                 session.unscaled.clear()
                 session.unscaled[id(scaled)] = outputs.detach() if hasattr(outputs, "detach") else None
             return scaled

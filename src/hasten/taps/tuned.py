@@ -13,7 +13,7 @@ from hasten import messages
 from hasten.evidence import Evidence
 from hasten.evidence.recorded import so_far as evidence_so_far
 from hasten.online.auto import Auto, TunedProcess
-from hasten.online.eligibility import ranks_differ, told_without_asking
+from hasten.online.eligibility import facts_without_probe, ranks_differ
 from hasten.online.options import AutoOptions
 from hasten.online.rank_sync import FollowingRank, LeadingBoard, LeadingRank
 from hasten.online.replay import Replay
@@ -79,7 +79,7 @@ def so_far(session: Session, built: Built) -> Evidence:
     assert recorder is not None
     facts = built.facts(recorder)
     facts["loaders"] = tuple(
-        told_without_asking(loader_facts, loader.loader())
+        facts_without_probe(loader_facts, loader.loader())
         for loader_facts, loader in zip(facts["loaders"], session.loaders, strict=True)
     )
     return evidence_so_far(recorder, session.config.command, facts)

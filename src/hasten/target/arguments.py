@@ -30,7 +30,7 @@ _FOLLOW = re.compile(
 _PART = re.compile(
     _INSIDE + r"(?:(?:lr[-_])?(?:warm[-_]?up|decay|cooldown|anneal)[-_]epochs|(?:lr[-_])?step[-_]size|lr[-_]drop)$"
 )
-_LOOKS = re.compile(
+_VALIDATION_STEPS = re.compile(
     _INSIDE + r"(?:eval|val|validation|evaluation)[-_](?:interval|steps|every|iter(?:ation)?s[-_]every)$"
 )
 
@@ -49,7 +49,7 @@ class Role(StrEnum):
 
 _ROLES = (
     (Role.RATE, _RATE), (Role.BATCH, _BATCH), (Role.PARTS, _PART), (Role.EPOCHS, EPOCHS), (Role.FOLLOWS, _FOLLOW),
-    (Role.LOOKS, _LOOKS), (Role.STEPS, _STEPS),
+    (Role.LOOKS, _VALIDATION_STEPS), (Role.STEPS, _STEPS),
 )  # fmt: skip
 
 
@@ -60,12 +60,12 @@ class Argument:
     Attributes:
         name: Name as on the command line: `--lr`, `optim.lr`.
         value: Value in the script's own run, as text.
-        given: Whether the command line sets it; else `value` is the parser's default.
+        on_command_line: Whether the command line sets it; else `value` is the parser's default.
     """
 
     name: str
     value: str
-    given: bool = True
+    on_command_line: bool = True
 
     @property
     def number(self) -> float:
@@ -80,13 +80,13 @@ class Arguments:
 
     Attributes:
         command: The training's command line.
-        of: Role -> argument, for arguments with a positive number. Those on the command line come before defaults.
-        every: All arguments by name.
+        by_role: Role -> argument, for arguments with a positive number. Those on the command line come before defaults.
+        by_name: All arguments by name.
     """
 
     command: tuple[str, ...]
-    of: Mapping[Role, Argument] = field(default_factory=dict)
-    every: Mapping[str, Argument] = field(default_factory=dict)
+    by_role: Mapping[Role, Argument] = field(default_factory=dict)
+    by_name: Mapping[str, Argument] = field(default_factory=dict)
 
     @property
     def length(self) -> Argument | None:
@@ -94,12 +94,16 @@ class Arguments:
 
         If there is one for epochs and one for steps, the one on the command line counts.
         """
-        lengths = [self.of[role] for role in (Role.EPOCHS, Role.STEPS) if role in self.of]
-        return next((argument for argument in lengths if argument.given), lengths[0] if lengths else None)
+        lengths = [self.by_role[role] for role in (Role.EPOCHS, Role.STEPS) if role in self.by_role]
+        return next((argument for argument in lengths if argument.on_command_line), lengths[0] if lengths else None)
 
     def all_of(self, role: Role) -> list[Argument]:
         """Return all arguments of a role, for roles a script may have several of (warm-up and decay)."""
-        return [one for one in self.every.values() if role_of(one.name) is role and not math.isnan(one.number)]
+        return [
+            argument
+            for argument in self.by_name.values()
+            if role_of(argument.name) is role and not math.isnan(argument.number)
+        ]
 
 
 def arguments_of(command: Sequence[str], parsed: Iterable[tuple[Sequence[str], str]] = ()) -> Arguments:
@@ -109,19 +113,19 @@ def arguments_of(command: Sequence[str], parsed: Iterable[tuple[Sequence[str], s
         command: The training's command line.
         parsed: The parser's options: the spellings of each, and its value in the script's own run.
     """
-    every = {argument.name: argument for argument in _written(command)}
+    by_name = {argument.name: argument for argument in _on_command_line(command)}
     for options, value in parsed:
         long = max(options, key=len)
-        if not any(option in every for option in options):
-            every[long] = Argument(long, value, given=False)
-    of: dict[Role, Argument] = {}
-    for argument in every.values():
+        if not any(option in by_name for option in options):
+            by_name[long] = Argument(long, value, on_command_line=False)
+    by_role: dict[Role, Argument] = {}
+    for argument in by_name.values():
         role = role_of(argument.name)
         if role is None or math.isnan(argument.number):
             continue
-        if role not in of or (argument.given and not of[role].given):
-            of[role] = argument
-    return Arguments(tuple(command), of, every)
+        if role not in by_role or (argument.on_command_line and not by_role[role].on_command_line):
+            by_role[role] = argument
+    return Arguments(tuple(command), by_role, by_name)
 
 
 def role_of(name: str) -> Role | None:
@@ -129,18 +133,18 @@ def role_of(name: str) -> Role | None:
     return next((role for role, pattern in _ROLES if pattern.search(name.lower())), None)
 
 
-def _written(command: Sequence[str]) -> list[Argument]:
+def _on_command_line(command: Sequence[str]) -> list[Argument]:
     """Return the arguments of a command line of the form `--name value`, `--name=value` or `name=value`."""
-    written = []
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
+    arguments = []
+    for token, following in zip(command, [*command[1:], ""], strict=True):
+        name, equals, value = token.partition("=")
         if equals and re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z][\w.-]*", name):
-            written.append(Argument(name, value))
+            arguments.append(Argument(name, value))
         elif (
-            re.fullmatch(r"--?[A-Za-z][\w-]*", word) and following and not re.fullmatch(r"-{1,2}[A-Za-z].*", following)
+            re.fullmatch(r"--?[A-Za-z][\w-]*", token) and following and not re.fullmatch(r"-{1,2}[A-Za-z].*", following)
         ):
-            written.append(Argument(word, following))
-    return written
+            arguments.append(Argument(token, following))
+    return arguments
 
 
 def with_arguments(command: Sequence[str], changes: Mapping[str, str]) -> list[str]:
@@ -157,24 +161,28 @@ def varied(texts: Sequence[str], arguments: Arguments) -> dict[str, list[str]]:
     Raises:
         HastenError: An option has another form or names an argument twice, or the script's parser has no such argument.
     """
-    wanted: dict[str, list[str]] = {}
+    values_by_name: dict[str, list[str]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
-        several = list(dict.fromkeys(filter(None, (value.strip() for value in values.split(",")))))
-        if not (equals and name.strip() and several):
+        distinct = list(dict.fromkeys(filter(None, (value.strip() for value in values.split(",")))))
+        if not (equals and name.strip() and distinct):
             raise HastenError(f"--vary {text!r}: not NAME=VALUE,VALUE", 'write --vary "--lr=1e-3,3e-3"')
-        if name in wanted:
+        if name in values_by_name:
             raise HastenError(f"--vary names {name} twice", f'give all its values at once: --vary "{name}=..."')
-        wanted[name] = several
-    known = arguments.every
-    # Only a script whose parser reported its options (arguments not `given`) is known to lack an argument.
-    for name in wanted:
-        if name.startswith("-") and any(not one.given for one in known.values()) and name not in known:
-            hint = did_you_mean(name, list(known)) or f"it has {', '.join(sorted(known))}"
+        values_by_name[name] = distinct
+    by_name = arguments.by_name
+    # Only a script whose parser reported its options (arguments not `on_command_line`) is known to lack an argument.
+    for name in values_by_name:
+        if (
+            name.startswith("-")
+            and any(not argument.on_command_line for argument in by_name.values())
+            and name not in by_name
+        ):
+            hint = did_you_mean(name, list(by_name)) or f"it has {', '.join(sorted(by_name))}"
             raise HastenError(f"--vary {name}: the script has no such argument", hint)
-    return wanted
+    return values_by_name
 
 
-def shown(number: float) -> str:
+def format_number(number: float) -> str:
     """Format a number as a person would write it on a command line."""
     return f"{number:.3g}" if number < 1000 or number != int(number) else str(int(number))

@@ -45,15 +45,15 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> PlainScript:
     Raises:
         HastenError: The script fails, reports no such quality, or never reaches the goal.
     """
-    first, readings = runs.first()
+    first, readings = runs.run_unchanged()
     if first.outcome in ("crashed", "out of memory"):
         raise script_fails(first.reason, first.log)
     if first.outcome == "slower":
         raise HastenError(f"the script as it is was not done after {first.seconds:.0f} s", "give it a longer --budget")
-    kind = runs.kind = readings.chosen()
+    kind = runs.kind = readings.choose_kind()
     example = readings.examples[kind]
-    run, to_goal = _reached(first, readings, kind, runs)
-    runs.done[0] = run
+    run, to_goal = _with_goal_reached(first, readings, kind, runs)
+    runs.finished[0] = run
     say(f"the quality is what is {kind}, {len(run.readings)} times; as in: {example}")
     say(f"the script as it is reaches {runs.goal} after {to_goal:.1f} s of {run.seconds:.1f} s")
     parsed = [(option["options"], str(option["value"])) for fact in runs.facts for option in fact.get("arguments", ())]
@@ -65,7 +65,7 @@ def run_plain(runs: FullRuns, say: Callable[[str], None]) -> PlainScript:
     return PlainScript(run, to_goal, kind, example, arguments, adaptive, bool(optimizers), batch, steps)
 
 
-def _reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> tuple[FullRun, float]:
+def _with_goal_reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> tuple[FullRun, float]:
     """Return the first run with the readings of the quality, and the seconds until they reached the goal.
 
     Raises:
@@ -80,11 +80,12 @@ def _reached(first: FullRun, readings: Readings, kind: Kind, runs: FullRuns) -> 
     to_goal = time_to(goal, values)
     if to_goal is None:
         best = goal.best(reading.value for reading in values)
-        known = "nothing but NaN" if best is None else f"{best:g}"
-        other = "" if best is None else f': --target "{goal.within_reach_of(best)}"'
+        best_text = "nothing but NaN" if best is None else f"{best:g}"
+        suggestion = "" if best is None else f': --target "{goal.within_reach_of(best)}"'
         raise HastenError(
-            f"the script as it is never reached {goal} in {first.seconds:.0f} s: its best of {len(values)} was {known}",
-            f"there is nothing to compare with: let it train for longer, or name a target that it reaches{other}",
+            f"the script as it is never reached {goal} in {first.seconds:.0f} s: "
+            f"its best of {len(values)} was {best_text}",
+            f"there is nothing to compare with: let it train for longer, or name a target that it reaches{suggestion}",
         )
     reached = FullRun(
         first.candidate, 1.0, 0, "first", "reached", first.seconds, to_goal, first.whole, tuple(values), first.reason

@@ -91,7 +91,7 @@ class FullRun:
     log: str = ""
 
     @property
-    def lived(self) -> bool:
+    def has_result(self) -> bool:
         """Whether the run has a result: it neither crashed, was idle nor reported nothing."""
         return self.outcome not in _DEAD
 
@@ -115,7 +115,7 @@ class FullRuns:
 
     Attributes:
         kind: Which of the reported numbers is the quality; None until the first run showed it.
-        done: The finished runs.
+        finished: The finished runs.
         facts: Facts that the first run reported about its arguments, loader and optimizer.
     """
 
@@ -126,10 +126,10 @@ class FullRuns:
     only: str = ""
     deadline: float | None = None
     kind: Kind | None = None
-    done: list[FullRun] = field(default_factory=list)
+    finished: list[FullRun] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)
 
-    def first(self) -> tuple[FullRun, Readings]:
+    def run_unchanged(self) -> tuple[FullRun, Readings]:
         """Run the unchanged script; return the run and its readings, and keep its `facts`."""
         run, readings, self.facts = self._run(Candidate(), 1.0, 0, "first", self.goal, None, stop=False)
         return run, readings
@@ -160,31 +160,31 @@ class FullRuns:
     def _run(
         self, candidate: Candidate, share: float, seed: int, part: str, goal: Goal, most: float | None, stop: bool
     ) -> tuple[FullRun, Readings, list[dict[str, Any]]]:
-        folder = self.scratch / f"w{len(self.done)}"
+        folder = self.scratch / f"w{len(self.finished)}"
         folder.mkdir()
         readings = Readings(self.goal, self.only)
         tails = {PRINTED: FileTail(folder / "log"), LOGGED: FileTail(folder / "logged")}
-        start = time.monotonic()
+        started_at = time.monotonic()
         late = False
         with (folder / "log").open("wb") as log:
             child = self._start(candidate, seed, folder, log)
             try:
                 while (code := child.wait(_LOOK)) is None:
-                    now = time.monotonic() - start
-                    self._hear(readings, tails, now)
-                    late = most is not None and now > most and self._met(readings, goal) is None
+                    now = time.monotonic() - started_at
+                    self._read_lines(readings, tails, now)
+                    late = most is not None and now > most and self._seconds_to(readings, goal) is None
                     late = late or (self.deadline is not None and time.monotonic() > self.deadline)
-                    if late or (stop and self._met(readings, self.goal) is not None):
+                    if late or (stop and self._seconds_to(readings, self.goal) is not None):
                         break
-                seconds = time.monotonic() - start
+                seconds = time.monotonic() - started_at
             finally:
                 child.end()
-        self._hear(readings, tails, seconds, last=True)
+        self._read_lines(readings, tails, seconds, to_end=True)
         for tail in tails.values():
             tail.close()
         # The first run has no kind yet: its caller chooses one from the readings.
         values = tuple(readings.of_kind(self.kind)) if self.kind is not None else ()
-        to_goal = self._met(readings, self.goal)
+        to_goal = self._seconds_to(readings, self.goal)
         log_end = last_lines(folder / "log")
         outcome, reason = _outcome(code, late, to_goal, bool(values) or self.kind is None, log_end)
         facts = _facts(folder)
@@ -198,25 +198,27 @@ class FullRuns:
             candidate, share, seed, part, outcome, seconds, to_goal, code == 0, values, reason,
             log_end if outcome == "crashed" else "",
         )  # fmt: skip
-        self.done.append(run)
+        self.finished.append(run)
         return run, readings, facts
 
     def _start(self, candidate: Candidate, seed: int, folder: Path, log: Any) -> Child:
         """Start the training as a trial without bounds, so that it runs to its own end."""
         trial = TrialOptions(str(folder), _NEVER, _NEVER, _NEVER, seconds=float(_NEVER), seed=seed, cut=False)
-        inside = DoctorOptions(steps=0, seconds=0.0, sample=False, observers=("hasten.target.run_observer",))
-        config = RunConfig(dict(candidate.plan), "", self.command, trial, quiet=True, doctor=inside)
-        own = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", VARIABLE: str(folder)}
+        observer = DoctorOptions(steps=0, seconds=0.0, sample=False, observers=("hasten.target.run_observer",))
+        config = RunConfig(dict(candidate.plan), "", self.command, trial, quiet=True, doctor=observer)
+        variables = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", VARIABLE: str(folder)}
         arguments = with_arguments(self.arguments, candidate.arguments)
         stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
-        return start_logged(arguments, environment(config, {**os.environ, **own}), log, stdin)
+        return start_logged(arguments, environment(config, {**os.environ, **variables}), log, stdin)
 
-    def _hear(self, readings: Readings, tails: Mapping[str, FileTail], seconds: float, last: bool = False) -> None:
-        for where, tail in tails.items():
-            for line in tail.lines(last):
-                readings.hear(where, line, seconds)
+    def _read_lines(
+        self, readings: Readings, tails: Mapping[str, FileTail], seconds: float, to_end: bool = False
+    ) -> None:
+        for source, tail in tails.items():
+            for line in tail.lines(to_end):
+                readings.add_line(source, line, seconds)
 
-    def _met(self, readings: Readings, goal: Goal) -> float | None:
+    def _seconds_to(self, readings: Readings, goal: Goal) -> float | None:
         """Return the seconds at which the goal was reached; None while it was not."""
         if self.kind is None:
             return None
@@ -226,7 +228,7 @@ class FullRuns:
 def _facts(folder: Path) -> list[dict[str, Any]]:
     """Read the facts that a run's process wrote about itself."""
     tail = FileTail(folder / "facts")
-    facts = [fact for line in tail.lines(last=True) if isinstance(fact := files.parse_json(line), dict)]
+    facts = [fact for line in tail.lines(to_end=True) if isinstance(fact := files.parse_json(line), dict)]
     tail.close()
     return facts
 
@@ -236,15 +238,15 @@ def time_to(goal: Goal, readings: Sequence[Reading]) -> float | None:
     return next((reading.seconds for reading in readings if goal.is_met(reading.value)), None)
 
 
-def _outcome(code: int | None, late: bool, to_goal: float | None, heard: bool, log: str) -> tuple[str, str]:
+def _outcome(code: int | None, late: bool, to_goal: float | None, has_readings: bool, log: str) -> tuple[str, str]:
     """Return how a run ended, and the reason in one line. `code` is None if the run was stopped."""
-    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    last_line = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
     if code is None:
         return ("slower", "stopped: it took too long") if late else ("reached", "stopped there")
-    if code == -signal.SIGKILL or (code and any(word in log for word in OUT_OF_MEMORY)):
-        return "out of memory", last or "killed by the kernel"
+    if code == -signal.SIGKILL or (code and any(pattern in log for pattern in OUT_OF_MEMORY)):
+        return "out of memory", last_line or "killed by the kernel"
     if code:
-        return "crashed", f"{how_it_ended(code)}: {last}" if last else how_it_ended(code)
+        return "crashed", f"{how_it_ended(code)}: {last_line}" if last_line else how_it_ended(code)
     if to_goal is not None:
         return "reached", ""
-    return ("missed", "") if heard else ("nothing reported", "")
+    return ("missed", "") if has_readings else ("nothing reported", "")

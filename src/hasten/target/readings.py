@@ -1,8 +1,8 @@
 """Read a quality from a run's output: find the number that the goal names, and its values over time.
 
 Each printed or logged line is searched for numbers with a label (`numbers_of`). Label and goal are reduced to sets of
-normalized words (`meant`), so that `val_loss` fits `Validation Loss: 1.9`. Fitting numbers are grouped by `Kind`, and
-after the first run `Readings.chosen` picks the kind that the goal means, or refuses if several may be meant.
+normalized words (`normalized_words`), so that `val_loss` fits `Validation Loss: 1.9`. Fitting numbers are grouped by
+`Kind`, and after the first run `Readings.choose_kind` picks the kind that the goal means, or refuses if several fit.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class Kind:
     """Identifies one of the numbers that a script reports.
 
     Attributes:
-        where: "printed", or "logged" (TensorBoard, hasten's CSVLogger).
+        source: "printed", or "logged" (TensorBoard, hasten's CSVLogger).
         label: The text before the number, as written.
         head: The first word of the line: `Test: ... Acc@1 70` is another number than `Epoch: ... Acc@1 70`.
         exact: Whether the label has the same words as the goal's name, and no more.
     """
 
-    where: str
+    source: str
     label: str
     head: str
     exact: bool
 
     def __str__(self) -> str:
         within = f', in lines that begin with "{self.head}"' if self.head and self.head not in self.label else ""
-        return f'{self.where}: "{self.label}"{within}'
+        return f'{self.source}: "{self.label}"{within}'
 
 
 @dataclass
@@ -59,55 +59,55 @@ class Readings:
         only: Text that a printed line must contain to count; "": every line counts.
 
     Attributes:
-        of: Kind -> its readings in order of time, for kinds whose label fits the goal's name.
-        others: Labels that do not fit, for an error message.
+        by_kind: Kind -> its readings in order of time, for kinds whose label fits the goal's name.
+        other_labels: Labels that do not fit, for an error message.
         examples: Kind -> the first line with it.
     """
 
     goal: Goal
     only: str = ""
-    of: dict[Kind, list[Reading]] = field(default_factory=dict)
-    others: set[str] = field(default_factory=set)
+    by_kind: dict[Kind, list[Reading]] = field(default_factory=dict)
+    other_labels: set[str] = field(default_factory=set)
     examples: dict[Kind, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._wanted = meant(self.goal.name)
+        self._goal_words = normalized_words(self.goal.name)
 
-    def hear(self, where: str, line: str, seconds: float) -> None:
+    def add_line(self, source: str, line: str, seconds: float) -> None:
         """Take in a line that was reported `seconds` after the start."""
-        if self.only and where == PRINTED and self.only not in line:
+        if self.only and source == PRINTED and self.only not in line:
             return
-        head = next(iter(re.findall(r"[^\W\d_]{2,}", line)), "") if where == PRINTED else ""
+        head = next(iter(re.findall(r"[^\W\d_]{2,}", line)), "") if source == PRINTED else ""
         for number in numbers_of(line):
-            if not fits(self._wanted, number.words):
-                if len(self.others) < 1000:
-                    self.others.add(number.label)
+            if not fits(self._goal_words, number.words):
+                if len(self.other_labels) < 1000:
+                    self.other_labels.add(number.label)
                 continue
-            kind = Kind(where, number.label, head, number.words == self._wanted)
-            self.of.setdefault(kind, []).append(Reading(seconds, number.value))
+            kind = Kind(source, number.label, head, number.words == self._goal_words)
+            self.by_kind.setdefault(kind, []).append(Reading(seconds, number.value))
             self.examples.setdefault(kind, line.strip()[:160])
 
     def of_kind(self, kind: Kind) -> list[Reading]:
         """Return the readings of a kind, in order of time."""
-        return self.of.get(kind, [])
+        return self.by_kind.get(kind, [])
 
-    def chosen(self) -> Kind:
+    def choose_kind(self) -> Kind:
         """Return the kind that the goal means.
 
         Raises:
             HastenError: No number fits the goal's name, or several do.
         """
-        if not self.of:
-            raise HastenError(f"the run reported no {self.goal.name!r}{self._said()}", self._fix())
-        kinds = list(self.of)
+        if not self.by_kind:
+            raise HastenError(f"the run reported no {self.goal.name!r}{self._labels_reported()}", self._fix())
+        kinds = list(self.by_kind)
         # Each preference narrows the choice, unless it would leave nothing.
-        for prefer in (
-            [kind for kind in kinds if kind.where == PRINTED],
+        for preference in (
+            [kind for kind in kinds if kind.source == PRINTED],
             [kind for kind in kinds if kind.exact],
-            [kind for kind, readings in self.of.items() if len(readings) > 1],
+            [kind for kind, readings in self.by_kind.items() if len(readings) > 1],
         ):
-            left = [kind for kind in kinds if kind in prefer]
-            kinds = left or kinds
+            preferred = [kind for kind in kinds if kind in preference]
+            kinds = preferred or kinds
         if len(kinds) > 1:
             lines = "".join(f"\n  {self.examples[kind]}" for kind in kinds[:_SHOWN])
             raise HastenError(
@@ -116,8 +116,8 @@ class Readings:
             )
         return kinds[0]
 
-    def _said(self) -> str:
-        names = sorted(self.others, key=lambda name: (len(name), name))[:_SHOWN]
+    def _labels_reported(self) -> str:
+        names = sorted(self.other_labels, key=lambda name: (len(name), name))[:_SHOWN]
         return f"; it reported {', '.join(map(repr, names))}" if names else ", nor any other number with a name"
 
     def _fix(self) -> str:
@@ -137,21 +137,21 @@ class FileTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._rest = b""
+        self._incomplete = b""
 
-    def lines(self, last: bool = False) -> list[str]:
-        """Return the lines that came since the last call; with `last`, an unfinished line too."""
+    def lines(self, to_end: bool = False) -> list[str]:
+        """Return the lines that came since the last call; with `to_end`, an unfinished line too."""
         if self._file is None:
             try:
                 self._file = self._path.open("rb")
             except FileNotFoundError:
                 return []
-        parts = _LINE.split(self._rest + self._file.read())
-        self._rest = parts.pop()[-_MOST_KEPT:]
-        if last:
-            parts.append(self._rest)
-            self._rest = b""
-        return [text for part in parts if (text := part.decode("utf-8", "replace").strip())]
+        pieces = _LINE.split(self._incomplete + self._file.read())
+        self._incomplete = pieces.pop()[-_MOST_KEPT:]
+        if to_end:
+            pieces.append(self._incomplete)
+            self._incomplete = b""
+        return [text for piece in pieces if (text := piece.decode("utf-8", "replace").strip())]
 
     def close(self) -> None:
         """Close the file."""
@@ -169,12 +169,12 @@ _BREAKS = re.compile(r"[,;|\t{}\[\]()]|\s-\s|\s{3,}")  # text before it is not p
 _HEADER = re.compile(r"^\W*(?P<words>[\w ]{2,40}?)\s*:\s*\S")  # in `val: loss 0.4 acc 0.8`, "val" applies to both
 _WORDS = re.compile(r"@?[^\W_]+(?:@\d+)?")
 
-_SAME = {
+_SYNONYMS = {
     "validation": "val", "valid": "val", "eval": "val", "evaluation": "val", "dev": "val",
     "testing": "test", "training": "train", "accuracy": "acc", "perplexity": "ppl", "top1": "acc@1", "top5": "acc@5",
 }  # fmt: skip
 # Words of a label that are ignored.
-_EMPTY = {"average", "avg", "mean", "set", "total", "epoch", "on", "the", "of", "is", "results", "result", "metrics"}
+_IGNORED = {"average", "avg", "mean", "set", "total", "epoch", "on", "the", "of", "is", "results", "result", "metrics"}
 _SPLITS = {"val", "test", "train"}
 # Words that make it another quality: `best val loss` is not `val loss`.
 _MARKS = _SPLITS | {"best", "ema", "worst", "min", "max", "std", "previous", "last", "running", "smoothed"}
@@ -186,7 +186,7 @@ class LabelledNumber:
 
     Attributes:
         label: The text before the number, as printed.
-        words: The label's normalized words, in alphabetical order (see `meant`).
+        words: The label's normalized words, in alphabetical order (see `normalized_words`).
         value: The number; the share for a fraction such as `9897/10000`.
     """
 
@@ -210,9 +210,9 @@ def numbers_of(line: str) -> list[LabelledNumber]:
         end = out_of.end() if out_of else match.end()
         segment = _BREAKS.split(before.rstrip(" :=\t"))[-1]
         label = segment.strip(" :=\"'*#>\t")
-        words = set(meant(label))
+        words = set(normalized_words(label))
         if header := _HEADER.match(segment):
-            splits = _SPLITS & set(meant(header["words"]))
+            splits = _SPLITS & set(normalized_words(header["words"]))
             carried = splits.pop() if len(splits) == 1 else carried
         if words and carried and not words & _SPLITS:
             words.add(carried)
@@ -225,18 +225,18 @@ def numbers_of(line: str) -> list[LabelledNumber]:
     return labelled
 
 
-def meant(label: str) -> tuple[str, ...]:
+def normalized_words(label: str) -> tuple[str, ...]:
     """Return a label's words, normalized: lower case, synonyms merged, sorted. "Validation Loss" -> loss, val."""
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", label)  # valLoss
-    words = (_SAME.get(word, word) for word in _WORDS.findall(spaced.lower()))
-    return tuple(sorted({word for word in words if word not in _EMPTY}))
+    words = (_SYNONYMS.get(word, word) for word in _WORDS.findall(spaced.lower()))
+    return tuple(sorted({word for word in words if word not in _IGNORED}))
 
 
-def fits(wanted: tuple[str, ...], words: tuple[str, ...]) -> bool:
+def fits(goal_words: tuple[str, ...], words: tuple[str, ...]) -> bool:
     """Return whether a number's words name the wanted quality: all of its words, and none that marks another quality.
 
     Wanted `loss` does not fit `val loss`, nor does wanted `val_loss` fit `best val loss`; `val_loss` fits
     `fold val loss`.
     """
-    left = set(words) - set(wanted)
-    return bool(wanted) and set(wanted) <= set(words) and not left & _MARKS
+    extra = set(words) - set(goal_words)
+    return bool(goal_words) and set(goal_words) <= set(words) and not extra & _MARKS

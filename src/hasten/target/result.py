@@ -129,10 +129,10 @@ class TargetResult:
         Raises:
             HastenError: The file holds other content, or cannot be written.
         """
-        files.write_own(path, self.to_json(), "the figures", is_found, "name another file with --out")
+        files.write_own(path, self.to_json(), "the figures", is_target_result, "name another file with --out")
 
 
-is_found = files.json_of(SCHEMA)
+is_target_result = files.json_of(SCHEMA)
 
 
 def ratio_of(pairs: Sequence[SeedPair]) -> Ratio | None:

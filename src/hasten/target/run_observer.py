@@ -41,7 +41,7 @@ def install(session: Session) -> None:
         after_import(name, functools.partial(_tap_writer, session, name, logged))
     after_import(_CSV, functools.partial(_tap_csv, logged))
     _tap_loaders(facts)
-    atexit.register(_tell_idle, session, facts)
+    atexit.register(_report_idle, session, facts)
     handle: list[Any] = []
 
     def first_step(optimizer: Any, *_: Any) -> None:
@@ -63,7 +63,7 @@ def _append(path: Path, line: str) -> None:
         messages.tell(f"hasten: cannot note what the run logs: {error}")
 
 
-def _parsing(plain: Any, tell: Callable[[str], None]) -> Any:
+def _parsing(plain: Any, report: Callable[[str], None]) -> Any:
     """Return `parse_known_args` that also reports the parsed arguments."""
     inside: list[bool] = []  # during a call: the parser of a subcommand is called through this method as well
 
@@ -77,7 +77,7 @@ def _parsing(plain: Any, tell: Callable[[str], None]) -> Any:
             inside.clear()
         # Other arguments than the process's own do not come from the command line that the user writes.
         if args is None or list(args) == sys.argv[1:]:
-            tell(json.dumps({"arguments": _arguments(self, parsed[0])}))
+            report(json.dumps({"arguments": _arguments(self, parsed[0])}))
         return parsed
 
     return parse_known_args
@@ -94,25 +94,25 @@ def _arguments(parser: Any, parsed: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _count_steps(optimizer: Any, tell: Callable[[str], None]) -> None:
+def _count_steps(optimizer: Any, report: Callable[[str], None]) -> None:
     """Report at exit how many steps an optimizer took, including the one about to begin."""
     count = itertools.count()
     optimizer.register_step_post_hook(lambda *_: (next(count), None)[1])
-    atexit.register(lambda: tell(json.dumps({"steps": next(count)})))
+    atexit.register(lambda: report(json.dumps({"steps": next(count)})))
 
 
-def _tell_idle(session: Session, tell: Callable[[str], None]) -> None:
+def _report_idle(session: Session, report: Callable[[str], None]) -> None:
     """Report the techniques that had no effect: they found nothing to act on, or left all of it alone."""
     idle = {
         technique.name: "; ".join(technique.acted) or f"found no {technique.acts_on.removeprefix('a ')}"
         for technique in session.run.techniques
-        if all(what.startswith("left alone: ") for what in technique.acted)
+        if all(note.startswith("left alone: ") for note in technique.acted)
     }
     if idle:
-        tell(json.dumps({"idle": idle}))
+        report(json.dumps({"idle": idle}))
 
 
-def _tap_loaders(tell: Callable[[str], None]) -> None:
+def _tap_loaders(report: Callable[[str], None]) -> None:
     """Report the batch size of the first shuffling loader, which `batch_scale` can enlarge."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -124,22 +124,22 @@ def _tap_loaders(tell: Callable[[str], None]) -> None:
             batches = self.batch_sampler
             if not reported and type(batches) is BatchSampler and isinstance(batches.sampler, RandomSampler):
                 reported.append(batches.batch_size)
-                tell(json.dumps({"loader": batches.batch_size}))
+                report(json.dumps({"loader": batches.batch_size}))
 
         return build
 
     tap(DataLoader, "__init__", building)
 
 
-def _tap_writer(session: Session, name: str, tell: Callable[[str], None]) -> None:
+def _tap_writer(session: Session, name: str, report: Callable[[str], None]) -> None:
     """Report the scalars that a TensorBoard writer writes."""
     try:
-        tap(sys.modules[name].SummaryWriter, "add_scalar", lambda plain: _adding(plain, tell))
+        tap(sys.modules[name].SummaryWriter, "add_scalar", lambda plain: _adding(plain, report))
     except AttributeError as error:  # another library, or version, with a module of this name
         session.run.skip(f"tap {name}", error)
 
 
-def _adding(plain: Any, tell: Callable[[str], None]) -> Any:
+def _adding(plain: Any, report: Callable[[str], None]) -> Any:
     """Return `add_scalar` that also reports the scalar."""
 
     def add_scalar(self: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,19 +148,19 @@ def _adding(plain: Any, tell: Callable[[str], None]) -> Any:
             scalar_value = float(scalar_value)
         except (TypeError, ValueError):  # not a number: the writer raises the clearer error
             return plain(self, tag, scalar_value, *args, **kwargs)
-        tell(f"{tag}: {scalar_value!r}")
+        report(f"{tag}: {scalar_value!r}")
         return plain(self, tag, scalar_value, *args, **kwargs)
 
     return add_scalar
 
 
-def _tap_csv(tell: Callable[[str], None]) -> None:
+def _tap_csv(report: Callable[[str], None]) -> None:
     """Report the metrics that hasten's CSVLogger writes."""
 
     def logging(plain: Any) -> Any:
         def log_metrics(self: Any, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             for name, value in metrics.items():
-                tell(f"{name}: {float(value)!r}")
+                report(f"{name}: {float(value)!r}")
             return plain(self, metrics, *args, **kwargs)
 
         return log_metrics

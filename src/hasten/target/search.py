@@ -18,13 +18,13 @@ import hasten
 from hasten.errors import HastenError
 from hasten.target.arguments import varied, with_arguments
 from hasten.target.baseline import PlainScript, run_plain
-from hasten.target.candidates import asked_for, at_length, lengths_of, proposed
+from hasten.target.candidates import at_length, combinations, lengths_of, proposed
 from hasten.target.full_run import Candidate, FullRun, FullRuns, time_to
 from hasten.target.goal import Goal
 from hasten.target.result import SeedPair, TargetResult
 from hasten.target.spending import RunAccount, Say, TargetOptions, useless_after
 
-_KEPT = 3  # one candidate in so many goes on to the next length
+_KEPT_SHARE = 3  # one candidate in so many goes on to the next length
 _LONGER = 1.5  # factor of the length, for a finalist that was too short on a fresh seed
 _SHORTER = 2  # attempts to shorten the winner
 _FINALISTS = 4  # tried on fresh seeds, one after the other, until one reaches the goal on all
@@ -70,7 +70,7 @@ def search(runs: FullRuns, options: TargetOptions, say: Say) -> TargetResult:
     except KeyboardInterrupt:
         searching.interrupted = True
         say("stopped; keeping the best so far")
-    return searching.found()
+    return searching.result()
 
 
 class _Search:
@@ -79,17 +79,17 @@ class _Search:
     def __init__(self, runs: FullRuns, options: TargetOptions, say: Say, plain: PlainScript) -> None:
         self.account = RunAccount(runs, options, say, plain)
         self.runs, self.options, self.say, self.plain = runs, options, say, plain
-        self.wanted = varied(options.vary, plain.arguments)
+        self.values_by_name = varied(options.vary, plain.arguments)
         self.interrupted = False
         self.finalists: list[FullRun] = []
         self.winner: FullRun | None = None
-        self.fresh = FreshSeeds(self.account)
-        # id of a run -> its candidate for the whole length. `runs.done` keeps all runs, so no id is used twice.
+        self.fresh_seeds = FreshSeeds(self.account)
+        # id of a run -> its candidate for the whole length. `runs.finished` keeps all runs, so no id is used twice.
         self.origin: dict[int, Candidate] = {}
         self.untried, self.notes = self.account.untried, self.account.notes
 
     def run(self) -> None:
-        """Run all parts of the search. After Ctrl-C, `found` returns the result so far."""
+        """Run all parts of the search. After Ctrl-C, `result` returns the result so far."""
         candidates = self._candidates()
         seconds, most = self.plain.run.seconds, self.options.runs
         pays = math.ceil(most / (1 - 1 / _USUAL_GAIN))
@@ -110,23 +110,23 @@ class _Search:
             HastenError: There is nothing to vary.
         """
         plain = self.plain
-        if self.wanted:
-            return asked_for(self.wanted, plain.arguments)
-        recognised = [f"{role} {argument.name} {argument.value}" for role, argument in plain.arguments.of.items()]
+        if self.values_by_name:
+            return combinations(self.values_by_name, plain.arguments)
+        recognised = [f"{role} {argument.name} {argument.value}" for role, argument in plain.arguments.by_role.items()]
         self.say(f"arguments: {', '.join(recognised) or 'none that set a rate, a batch or a length'}")
         candidates = proposed(plain.arguments, plain.adaptive, plain.optimizes, bool(plain.batch), plain.steps)
         if not candidates and plain.arguments.length is None:
-            known = sorted(name for name in plain.arguments.every if name.startswith("-"))
+            names = sorted(name for name in plain.arguments.by_name if name.startswith("-"))
             raise HastenError(
                 "the script has no argument for its learning rate, its batch size or its length that hasten knows, "
-                "and no optimizer of torch's was seen" + (f" among {', '.join(known)}" if known else ""),
+                "and no optimizer of torch's was seen" + (f" among {', '.join(names)}" if names else ""),
                 'name one with values: --vary "--lr=1e-3,3e-3"',
             )
         return candidates
 
     # -- cost ------------------------------------------------------------------------------------------------
 
-    def _aside(self) -> float:
+    def _reserve(self) -> float:
         """Return the seconds to reserve for confirming on fresh seeds.
 
         With a finalist, all seeds with both sides; without one, a rough reserve of 1.5 times the script's time to goal.
@@ -139,22 +139,24 @@ class _Search:
 
     def _halve(self, candidates: list[Candidate]) -> None:
         """Run the candidates and the unchanged script at growing lengths, and each time keep the best third."""
-        alive, lengths = candidates, lengths_of(self.plain.arguments, self.wanted)
+        alive, lengths = candidates, lengths_of(self.plain.arguments, self.values_by_name)
         for share, longer in zip(lengths, [*lengths[1:], math.nan], strict=True):
             length = self._length(share)
             if length is None:
                 break
-            ran = []
+            finished = []
             for number, candidate in enumerate(alive):
-                if not self.account.affords(useless_after(length.seconds), self._aside()):
+                if not self.account.affords(useless_after(length.seconds), self._reserve()):
                     self._not_tried(alive[number:])
                     break
-                ran.append(self._try(candidate, length.share, "halving", length.goal, useless_after(length.seconds)))
-            if alive and not ran:
+                finished.append(
+                    self._try(candidate, length.share, "halving", length.goal, useless_after(length.seconds))
+                )
+            if alive and not finished:
                 return
-            ran.sort(key=lambda run: self._rank(run, length))
-            kept = ran[: max(1, math.ceil(len(ran) / _KEPT))]
-            alive = [self.origin[id(run)] for run in kept if run.lived and self._may_win(run, longer / share)]
+            finished.sort(key=lambda run: self._rank(run, length))
+            best = finished[: max(1, math.ceil(len(finished) / _KEPT_SHARE))]
+            alive = [self.origin[id(run)] for run in best if run.has_result and self._may_win(run, longer / share)]
             if self.finalists and not alive:
                 return
 
@@ -173,7 +175,7 @@ class _Search:
         goal = self.runs.goal
         if share == 1.0:
             return _Length(1.0, goal, self.plain.to_goal)
-        if not self.account.affords(share * self.plain.run.seconds, self._aside()):
+        if not self.account.affords(share * self.plain.run.seconds, self._reserve()):
             self.untried.append(f"{share:.0%} of the length: it would have cost more than --runs or --budget allow")
             return None
         plain = self._try(Candidate(), share, "halving", goal, None)
@@ -195,15 +197,15 @@ class _Search:
         """Run a candidate for a share of the length with the script's own seeds; reuse an equal run that completed."""
         shorter = at_length(candidate, self.plain.arguments, share)
         if (
-            known := next(
-                (run for run in self.runs.done if run.whole and not run.seed and run.candidate == shorter), None
+            earlier := next(
+                (run for run in self.runs.finished if run.whole and not run.seed and run.candidate == shorter), None
             )
         ) is not None:
-            self.origin[id(known)] = candidate
-            return known
+            self.origin[id(earlier)] = candidate
+            return earlier
         run = self.runs.run(shorter, share, 0, part, goal, most)
         self.origin[id(run)] = candidate
-        self.account.tell(run)
+        self.account.report(run)
         self._consider(run)
         return run
 
@@ -212,10 +214,12 @@ class _Search:
         seconds = time_to(length.goal, run.readings)
         best = self.runs.goal.best(reading.value for reading in run.readings)
         worth = math.inf if best is None else best if self.runs.goal.falls else -best
-        return (math.inf if seconds is None or not run.lived else seconds, worth)
+        return (math.inf if seconds is None or not run.has_result else seconds, worth)
 
-    def _not_tried(self, left: list[Candidate]) -> None:
-        self.untried += [f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in left]
+    def _not_tried(self, candidates: list[Candidate]) -> None:
+        self.untried += [
+            f"{candidate}: it would have cost more than --runs or --budget allow" for candidate in candidates
+        ]
 
     def _consider(self, run: FullRun) -> None:
         """Add a run to the finalists if it completed, reached the goal, and was sooner than the script or shorter."""
@@ -236,13 +240,13 @@ class _Search:
     def _shorten(self) -> None:
         """Shorten the best training to the point at which its own curve reached the goal, twice at the most."""
         length = self.plain.arguments.length
-        if length is None or length.name in self.wanted:
+        if length is None or length.name in self.values_by_name:
             return
         for _ in range(_SHORTER):
             best = self.finalists[0] if self.finalists else self.plain.run
             candidate, share = self.origin.get(id(best), Candidate()), best.share * (best.to_goal or 0.0) / best.seconds
             shorter = at_length(candidate, self.plain.arguments, share)
-            if shorter == best.candidate or not self.account.affords(best.seconds, self._aside()):
+            if shorter == best.candidate or not self.account.affords(best.seconds, self._reserve()):
                 return
             self._try(candidate, share, "shorter", self.runs.goal, useless_after(best.seconds))
             if not self.finalists or self.finalists[0] is best:
@@ -258,14 +262,14 @@ class _Search:
             if finalist is None:
                 break
             tried.append(finalist)
-            missed = self.fresh.why_not(finalist)
+            missed = self.fresh_seeds.why_not(finalist)
             if not missed:
                 self.winner = finalist
                 return
             self.notes.append(f"{finalist.candidate}: {missed}")
             self.say(f"{finalist.candidate}: {missed}")
             self._lengthen(finalist)
-        self.fresh.pairs = []
+        self.fresh_seeds.pairs = []
 
     def _lengthen(self, run: FullRun) -> None:
         """Try a finalist that missed the goal on a fresh seed again, 1.5 times as long."""
@@ -276,7 +280,7 @@ class _Search:
 
     # -- the result ------------------------------------------------------------------------------------------
 
-    def found(self) -> TargetResult:
+    def result(self) -> TargetResult:
         """Return the result so far."""
         runs = self.runs
         winner = self.winner or (self.finalists[0] if self.finalists and self.interrupted else None)
@@ -287,12 +291,12 @@ class _Search:
             goal=runs.goal,
             understood=str(self.plain.kind),
             example=self.plain.example,
-            runs=tuple(runs.done),
+            runs=tuple(runs.finished),
             winner=winner,
             command=runs.command,
             offered=tuple(offered),
             plan=dict(winner.candidate.plan) if winner is not None else {},
-            pairs=tuple(self.fresh.pairs),
+            pairs=tuple(self.fresh_seeds.pairs),
             cost=self.account.spent,
             has_length=self.plain.arguments.length is not None,
             created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -335,13 +339,13 @@ class FreshSeeds:
             most = max(2 * finalist.seconds, account.plain.to_goal)
             goal = account.runs.goal
             run = account.runs.run(finalist.candidate, finalist.share, seed, "fresh seeds", goal, most)
-            account.tell(run)
+            account.report(run)
             if account.out_of_time:
                 return ""
             if run.to_goal is None:
                 return f"missed the target on a fresh seed ({run.outcome})"
             plain = self._plain_of(seed)
-            if plain.to_goal is not None or (plain.lived and not account.out_of_time):
+            if plain.to_goal is not None or (plain.has_result and not account.out_of_time):
                 self.pairs.append(SeedPair(seed, plain.to_goal, plain.seconds, run.to_goal, run.seconds))
         return ""
 
@@ -351,7 +355,7 @@ class FreshSeeds:
         if seed not in self._plain:
             goal = account.runs.goal
             run = self._plain[seed] = account.runs.run(Candidate(), 1.0, seed, "fresh seeds", goal, None, stop=True)
-            account.tell(run)
+            account.report(run)
             if run.to_goal is None and not account.out_of_time:
                 account.notes.append(f"under seed {seed} the script as it is did not reach the target: {run.outcome}")
         return self._plain[seed]

@@ -54,21 +54,21 @@ class RunAccount:
     @property
     def spent(self) -> float:
         """Seconds that all runs have taken so far."""
-        return sum(run.seconds for run in self.runs.done)
+        return sum(run.seconds for run in self.runs.finished)
 
     @property
     def out_of_time(self) -> bool:
         """Whether the budget is used up."""
         return self.runs.deadline is not None and time.monotonic() >= self.runs.deadline
 
-    def affords(self, seconds: float, aside: float = 0.0) -> bool:
-        """Return whether a run of `seconds` stays within the budget while `aside` seconds remain for later runs."""
-        left = self.options.runs * self.plain.run.seconds - self.spent
+    def affords(self, seconds: float, reserve: float = 0.0) -> bool:
+        """Return whether a run of `seconds` stays within the budget while `reserve` seconds remain for later runs."""
+        remaining = self.options.runs * self.plain.run.seconds - self.spent
         if self.runs.deadline is not None:
-            left = min(left, self.runs.deadline - time.monotonic())
-        return seconds + aside <= left
+            remaining = min(remaining, self.runs.deadline - time.monotonic())
+        return seconds + reserve <= remaining
 
-    def tell(self, run: FullRun) -> None:
+    def report(self, run: FullRun) -> None:
         """Report how a run ended."""
         goal = self.runs.goal
         best = goal.best(reading.value for reading in run.readings)
@@ -78,8 +78,8 @@ class RunAccount:
             self.say(f"{name}: {goal} after {run.to_goal:.1f} s of {run.seconds:.1f} s")
         else:
             reason = f" ({run.reason})" if run.reason else ""
-            at = f", {goal.name} {best:g}" if best is not None else ""
-            self.say(f"{name}: {run.outcome}{reason} in {run.seconds:.1f} s{at}")
+            best_text = f", {goal.name} {best:g}" if best is not None else ""
+            self.say(f"{name}: {run.outcome}{reason} in {run.seconds:.1f} s{best_text}")
 
 
 def useless_after(seconds: float) -> float:

@@ -122,10 +122,10 @@ def check(plan: Plan) -> None:
 
 def remarks(plan: Plan, machine: Machine) -> list[str]:
     """Settings of a plan that are harmless but can do nothing here, each with the reason."""
-    said = []
+    lines = []
     for name, setting in plan.techniques.items():
         if setting is False:
-            said.append(f"{plan.where(name)}: {name} = false installs nothing; the line can go")
+            lines.append(f"{plan.where(name)}: {name} = false installs nothing; the line can go")
         elif why := CATALOGUE[name].useless(setting, machine):
-            said.append(f"{plan.where(name)}: {name} is of no use here: {why}")
-    return said
+            lines.append(f"{plan.where(name)}: {name} is of no use here: {why}")
+    return lines

@@ -201,7 +201,7 @@ class Technique:
         Trainer it is called after `configure_optimizers` returned, when schedules may have wrapped `step` already.
         """
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Undo what the technique changed in the process. Called at the end of a stage of the Trainer."""
 
     # -- switching while a training runs: between two steps, in the training's thread ------------------
@@ -241,7 +241,7 @@ class Technique:
         """Note that the technique made a step fail. A script may swallow that error; a trial must see it."""
         self.did(f"{FAILED}{why}")
 
-    def let_go(self, why: str) -> None:
+    def gave_up(self, why: str) -> None:
         """Tell the user, once per reason, that the technique acts no more. The caller must switch it off."""
         if f"left alone: {why}" not in self.acted:
             messages.tell(f"hasten: {self.name} does not act from here on: {why}")

@@ -54,20 +54,20 @@ class Float32Draws:
 
 def as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context factory that reproduces the present state, for a forward that is run again in its backward."""
-    then = dict(_depths)
+    depths = dict(_depths)
 
     @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        before = dict(_depths)
+    def context() -> Iterator[None]:
+        depths_before = dict(_depths)
         _depths.clear()
-        _depths.update(then)
+        _depths.update(depths)
         try:
             yield
         finally:
             _depths.clear()
-            _depths.update(before)
+            _depths.update(depths_before)
 
-    return again
+    return context
 
 
 def _functions() -> list[ReplacedFunction]:
@@ -93,9 +93,9 @@ def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
     def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _depths or not _as_float32(self.dtype) or is_compiling() or is_making_samples():
             return plain(self, *args, **kwargs)
-        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-        drawn = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
-        return self.copy_(plain(drawn, *wide, **kwargs))
+        wide = [argument.float() if isinstance(argument, torch.Tensor) else argument for argument in args]
+        float32_draw = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
+        return self.copy_(plain(float32_draw, *wide, **kwargs))
 
     return draw_
 
@@ -111,14 +111,14 @@ def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         if not _depths or is_compiling() or kwargs.get("out") is not None or is_making_samples():
             return plain(*args, **kwargs)
-        given = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
-        dtype = given or torch.get_default_dtype()
+        dtype_given = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
+        dtype = dtype_given or torch.get_default_dtype()
         if not _as_float32(dtype):
             return plain(*args, **kwargs)
-        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
-        kept = {name: value for name, value in kwargs.items() if name not in ("dtype", "requires_grad")}
-        drawn = plain(*wide, **kept, **(typed if given else {"dtype": torch.float32})).to(dtype)
-        return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+        wide = [argument.float() if isinstance(argument, torch.Tensor) else argument for argument in args]
+        options = {name: value for name, value in kwargs.items() if name not in ("dtype", "requires_grad")}
+        draws = plain(*wide, **options, **(typed if dtype_given else {"dtype": torch.float32})).to(dtype)
+        return draws.requires_grad_() if kwargs.get("requires_grad") else draws
 
     return draw
 

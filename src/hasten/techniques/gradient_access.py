@@ -8,34 +8,34 @@ from typing import Any
 
 from hasten.techniques.replaced import ReplacedFunction, Replacements
 
-Told = Callable[[Any, str], None]
+Report = Callable[[Any, str], None]
 
-_inside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
-_beside: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
-_scaling: weakref.WeakKeyDictionary[Any, Told] = weakref.WeakKeyDictionary()
+_inside: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+_scaling: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
 
 
-def watch(technique: Any, told: Told) -> None:
-    """Call `told(technique, who)` whenever code other than hasten's asks to see or change gradients inside a backward.
+def watch(technique: Any, report: Report) -> None:
+    """Call `report(technique, who)` whenever code other than hasten's asks to see or change gradients in a backward.
 
     Covers `retain_grad` and hooks on tensors, on graph nodes and thus on modules. Registrations are watched, not the
     backward itself, so the backward costs nothing. Hooks registered earlier are missed, but module hooks register
     their node hooks again in each forward.
     """
     _HOOKS.need(technique)
-    _inside[technique] = told
+    _inside[technique] = report
 
 
-def watch_own_ways(technique: Any, told: Told) -> None:
-    """Call `told(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
+def watch_own_ways(technique: Any, report: Report) -> None:
+    """Call `report(technique, how)` whenever a script takes gradients by `torch.autograd.grad`, or scales its loss."""
     _OWN_WAYS.need(technique)
-    _beside[technique] = _scaling[technique] = told
+    _beside[technique] = _scaling[technique] = report
 
 
-def watch_scaling(technique: Any, told: Told) -> None:
-    """Call `told(technique, how)` whenever a script scales its loss."""
+def watch_scaling(technique: Any, report: Report) -> None:
+    """Call `report(technique, how)` whenever a script scales its loss."""
     _OWN_WAYS.need(technique)
-    _scaling[technique] = told
+    _scaling[technique] = report
 
 
 def leave(technique: Any) -> None:
@@ -60,9 +60,9 @@ def own_function(node: Any) -> str:
     return str(function.__name__)
 
 
-def _tell(watching: Any, what: str) -> None:
-    for technique, told in list(watching.items()):
-        told(technique, what)
+def _report(watching: Any, how: str) -> None:
+    for technique, report in list(watching.items()):
+        report(technique, how)
 
 
 def _hooks() -> list[ReplacedFunction]:
@@ -70,23 +70,23 @@ def _hooks() -> list[ReplacedFunction]:
 
     tensor, function = torch.Tensor, torch.autograd.Function
     return [
-        ReplacedFunction(tensor, "register_hook", _telling("a hook on a tensor")),
-        ReplacedFunction(tensor, "register_post_accumulate_grad_hook", _telling("a hook on a parameter")),
-        ReplacedFunction(tensor, "retain_grad", _telling("retain_grad")),
+        ReplacedFunction(tensor, "register_hook", _reporting("a hook on a tensor")),
+        ReplacedFunction(tensor, "register_post_accumulate_grad_hook", _reporting("a hook on a parameter")),
+        ReplacedFunction(tensor, "retain_grad", _reporting("retain_grad")),
         # Hooks on graph nodes; a module's full backward hooks register theirs here in each forward too.
-        ReplacedFunction(function, "_register_hook", _telling("a backward hook")),
+        ReplacedFunction(function, "_register_hook", _reporting("a backward hook")),
     ]
 
 
-def _telling(what: str) -> Callable[[Any], Any]:
+def _reporting(how: str) -> Callable[[Any], Any]:
     def change(plain: Any) -> Any:
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
             hook = args[-1] if args else None
             if not str(getattr(hook, "__module__", "")).startswith("hasten."):
-                _tell(_inside, what)
+                _report(_inside, how)
             return plain(*args, **kwargs)
 
-        return told
+        return reporting
 
     return change
 
@@ -96,7 +96,7 @@ def _own_ways() -> list[ReplacedFunction]:
 
     def telling_grad(plain: Any) -> Any:
         def grad(*args: Any, **kwargs: Any) -> Any:
-            _tell(_beside, "torch.autograd.grad gives gradients that are not scaled")
+            _report(_beside, "torch.autograd.grad gives gradients that are not scaled")
             return plain(*args, **kwargs)
 
         return grad
@@ -104,7 +104,7 @@ def _own_ways() -> list[ReplacedFunction]:
     def telling_scale(plain: Any) -> Any:
         def scale(self: Any, outputs: Any) -> Any:
             if self.is_enabled():
-                _tell(_scaling, "the script scales its loss itself (GradScaler)")
+                _report(_scaling, "the script scales its loss itself (GradScaler)")
             return plain(self, outputs)
 
         return scale

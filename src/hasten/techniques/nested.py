@@ -68,12 +68,12 @@ def map_tensors(change: Callable[[Any], Any], value: Any, in_place: bool = False
 
 def _sequence(part: Any, new: list[Any], in_place: bool) -> Any:
     """Return a list or tuple with these elements: the same object if they are the same, or if it can be changed."""
-    if all(one is old for one, old in zip(new, part, strict=True)):
+    if all(new_entry is old_entry for new_entry, old_entry in zip(new, part, strict=True)):
         return part
     if in_place and isinstance(part, list):
-        for at, one in enumerate(new):
-            if one is not part[at]:
-                part[at] = one
+        for index, new_entry in enumerate(new):
+            if new_entry is not part[index]:
+                part[index] = new_entry
         return part
     if hasattr(part, "_fields"):  # a named tuple
         return type(part)(*new)
@@ -92,11 +92,11 @@ def _with_items(mapping: Any, items: dict[Any, Any], in_place: bool) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Yield every tensor in `value`, nested as for `map_tensors`."""
-    found: list[Any] = []
+    tensors: list[Any] = []
 
     def note(tensor: Any) -> Any:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(note, value)
-    return iter(found)
+    return iter(tensors)

@@ -28,38 +28,38 @@ class ReplacedFunction:
     def __init__(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._change = owner, name, change
         self._plain: Any = None
-        self._ours: Any = None
+        self._wrapper: Any = None
         self._inherited = False
-        self._wanted = False
+        self._in_use = False
         self._is_static = isinstance(owner, type) and isinstance(inspect.getattr_static(owner, name), staticmethod)
 
     def put_in_place(self) -> None:
         """Replace the current function, which may be torch's or the script's own, by the wrapper."""
-        self._wanted = True
-        found = getattr(self._owner, self._name)
-        if self._is_below(found):
+        self._in_use = True
+        current = getattr(self._owner, self._name)
+        if self._is_below(current):
             return
-        if found is not self._plain:
-            _in_place.pop(id(self._ours), None)
-            self._plain = found
+        if current is not self._plain:
+            _in_place.pop(id(self._wrapper), None)
+            self._plain = current
             self._inherited = self._name not in vars(self._owner)
-            self._ours = functools.wraps(found)(self._change(found))
-            _tell_torchscript(found, self._ours)
-        _in_place[id(self._ours)] = self
-        setattr(self._owner, self._name, self._static(self._ours))
+            self._wrapper = functools.wraps(current)(self._change(current))
+            _tell_torchscript(current, self._wrapper)
+        _in_place[id(self._wrapper)] = self
+        setattr(self._owner, self._name, self._static(self._wrapper))
 
     def put_back(self) -> None:
         """Restore the function that was replaced, unless the script has replaced the wrapper since.
 
         If another technique has wrapped our wrapper, the plain function comes back once that one is restored too.
         """
-        self._wanted = False
-        while (top := _in_place.get(id(getattr(self._owner, self._name)))) is not None and not top._wanted:
+        self._in_use = False
+        while (top := _in_place.get(id(getattr(self._owner, self._name)))) is not None and not top._in_use:
             if top._inherited:
                 delattr(self._owner, self._name)
             else:
                 setattr(self._owner, self._name, top._static(top._plain))
-            del _in_place[id(top._ours)]
+            del _in_place[id(top._wrapper)]
 
     def _is_below(self, function: Any) -> bool:
         """Return whether a function is our wrapper, or other techniques' wrappers around it."""

@@ -70,7 +70,7 @@ def check(trainer: Trainer, fit: dict[str, Any], batches: int, epochs: int, resu
         folder = Path(name)
         fits = _Forks(trainer, fit, folder / "saved", batches, epochs)
         return check_plan(
-            fits, trainer.installed, folder, lambda _: None, resume=resume, at_once=1, load=_loaded, here=folder
+            fits, trainer.installed, folder, lambda _: None, resume=resume, at_once=1, load=_loaded, base=folder
         )
 
 
@@ -173,7 +173,7 @@ class _Forks:
         _watch_losses(witness)
         trainer.fit(**self._fit, ckpt_path=checkpoint)
         if checkpoint is not None:
-            witness.read.add(Path(checkpoint).name)
+            witness.files_read.add(Path(checkpoint).name)
         witness.end(cut=False)
 
 

@@ -211,7 +211,7 @@ class Engine:
 
     def first_step(self, step: Step) -> Step:
         """Return the step for a training's first batch, in which model techniques learn which modules are called."""
-        if self.outermost is not None or not self.run.acting("model"):
+        if self.outermost is not None or not self.run.techniques_at("model"):
             return step
         return record_outermost(step, self.model, self.run, self._keep_outermost)
 

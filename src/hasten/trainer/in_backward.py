@@ -82,14 +82,14 @@ class _Stepper:
         if self._of_step != self._progress.global_step:
             self._of_step = self._progress.global_step
             self._one_by_one.begin()
-            if stepping.looked_into is not None:
-                stepping.looked_into.clear()
+            if stepping.inspected is not None:
+                stepping.inspected.clear()
         if parameter.grad is None or not self._one_by_one.has(parameter):
             return
         self._once(parameter)
         with self.at_rest.of_our_own():
-            if stepping.looked_into is not None:  # `Trainer.check` compares both after the step
-                stepping.looked_into[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
+            if stepping.inspected is not None:  # `Trainer.check` compares both after the step
+                stepping.inspected[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
             self._one_by_one.step(parameter)
             parameter.grad = None
             self.at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))

@@ -40,7 +40,7 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
             own(state)
     if (own := hooks.of_module("on_load_checkpoint")) is not None:
         own(state)
-    for technique in trainer.engine.run.acting("prepare"):
+    for technique in trainer.engine.run.techniques_at("prepare"):
         if technique.setting == "64-true":  # before loading: a float32 module would round the weights
             technique.prepare(module)
     try:

@@ -74,7 +74,9 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             raise
         finally:
             engine.board = None
-            for technique in engine.run.acting("restore"):  # code after this training must not run under its techniques
+            for technique in engine.run.techniques_at(
+                "restore"
+            ):  # code after this training must not run under its techniques
                 technique.restore()
             messages.settle()  # a broken output pipe must not change the training's exit code
 
@@ -342,7 +344,7 @@ def _tear_down(trainer: Trainer) -> None:
     trainer.metrics.to_cpu()
     engine.optimizing.release()
     engine.strategy.release()
-    engine.run.over()
+    engine.run.teardown()
     if engine.loop is not None:
         engine.loop.let_go()
     for feed in (engine.feeds["train"], engine.feeds["val"]):

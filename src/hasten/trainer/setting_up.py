@@ -50,7 +50,7 @@ def to_device(trainer: Trainer) -> None:
         engine.processed = True
         run.process()
     else:  # a later run: techniques that were restored after the last one act again
-        for technique in run.acting("restore"):
+        for technique in run.techniques_at("restore"):
             if technique.active:
                 technique.process()
     if config.deterministic is not None:

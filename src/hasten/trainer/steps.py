@@ -49,13 +49,13 @@ def wrap_step_method(trainer: Trainer, name: str, method: Callable[..., Any]) ->
         method = engine.strategy.evaluation_step(method)
     if measures(trainer.profiler):
         method = profiled(trainer.profiler, f"[Strategy]{engine.strategy.label}Strategy.{name}", method)
-    if run.acting("forward"):
+    if run.techniques_at("forward"):
         # Techniques (autocast, for example) wrap the whole step, as they wrap `model(...)` in an unmodified script.
 
         def plain(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return method(*args, **kwargs)
 
-        wrapped = run.wrapped("forward", plain)
+        wrapped = run.wrap("forward", plain)
         return lambda *args: wrapped(module, args, {})
     return method
 
@@ -275,10 +275,12 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     plain: Callable[..., Any]
     if own is not None:
         plain = (
-            through_techniques(run.wrapped("backward", torch.autograd.backward), own) if run.acting("backward") else own
+            through_techniques(run.wrap("backward", torch.autograd.backward), own)
+            if run.techniques_at("backward")
+            else own
         )
-    elif run.acting("backward"):
-        plain = run.wrapped("backward", torch.autograd.backward)
+    elif run.techniques_at("backward"):
+        plain = run.wrap("backward", torch.autograd.backward)
     else:
         plain = torch.Tensor.backward
     if not before and not after:

@@ -24,7 +24,7 @@ from hasten.evidence.recorder import Recorder
 from hasten.files import read_bytes
 from hasten.online.auto import Auto, TunedProcess
 from hasten.online.auto_plan import AUTO_NAME, new_files
-from hasten.online.eligibility import replayed, switchable, told_without_asking
+from hasten.online.eligibility import facts_without_probe, replayed, switchable
 from hasten.online.options import AutoOptions
 from hasten.online.rank_sync import FollowingRank, LeadingBoard, LeadingRank
 from hasten.online.replay import Replay
@@ -168,7 +168,7 @@ class Tuning(StepClock):
         return AutoOptions(
             str(plan),
             str(schedule),
-            shown=str(plan),
+            plan_shown_as=str(plan),
             least_seconds=self.least_seconds,
             most_seconds=self.seconds,
             steps=_batches_left(trainer),
@@ -178,7 +178,7 @@ class Tuning(StepClock):
         built = self.built(trainer, recorder)
         train = getattr(trainer, "train_dataloader", None)
         loader = train if isinstance(train, torch.utils.data.DataLoader) else None
-        built["loaders"] = tuple(told_without_asking(facts, loader) for facts in built["loaders"])
+        built["loaders"] = tuple(facts_without_probe(facts, loader) for facts in built["loaders"])
         return so_far(recorder, tuple(sys.argv), built, listened="trainer")
 
 

@@ -54,7 +54,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
         notes.append("trials have whole epochs, since this script fails with shortened ones")
     evidence, timing = trial.evidence, trial.timing
     if timing is None or evidence is None:
-        raise hopeless(trial)
+        raise baseline_error(trial)
     startup = max(0.1, trial.seconds - (evidence.ended_at - evidence.step_start[0]))
     if startup > budget:
         raise HastenError(
@@ -69,7 +69,7 @@ def run_baseline(trials: Trials, budget: float) -> Baseline:
 
 def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, budget: float) -> None:
     """Bound later processes to the same batches, and to as many passes as take about the same time (two or more)."""
-    passes = [one.batches for one in evidence.passes if one.trained and one.batches]
+    passes = [loader_pass.batches for loader_pass in evidence.passes if loader_pass.trained and loader_pass.batches]
     step = max(1e-6, timing.step)
     batches = passes[0] if passes else int(min(_MOST_BATCHES, max(16, seconds / step)))
     trials.options = dataclasses.replace(
@@ -84,22 +84,22 @@ def _bound(trials: Trials, evidence: Evidence, timing: Timing, seconds: float, b
     )
 
 
-def hopeless(trial: Trial) -> HastenError:
+def baseline_error(trial: Trial) -> HastenError:
     """Return the error for a script that cannot be measured without any technique."""
-    said = f"\nIts last words:\n{trial.log}" if trial.log else ""
+    last_words = f"\nIts last words:\n{trial.log}" if trial.log else ""
     if trial.outcome == "no training":
         return HastenError(
-            f"no training was found: {trial.reason}{said}",
+            f"no training was found: {trial.reason}{last_words}",
             "hasten sees steps through DataLoader, loss.backward() and optimizer.step() of PyTorch",
         )
     if trial.outcome == "out of memory":
         return DoesNotFitError(
-            f"the script runs out of memory as it is\n{trial.reason}{said}",
+            f"the script runs out of memory as it is\n{trial.reason}{last_words}",
             "`hasten tune --memory SIZE` looks for a plan under which it fits",
         )
     if trial.outcome == "timeout":
         return HastenError(
-            f"the script did not start to train within {trial.seconds:.0f} s{said}",
+            f"the script did not start to train within {trial.seconds:.0f} s{last_words}",
             "give it a longer --budget",
         )
     return script_fails(trial.reason, trial.log)

@@ -23,7 +23,7 @@ class TimeSpent:
         self._stage, self._since = "start", start
         self._seconds: dict[str, float] = {}
 
-    def on(self, stage: str) -> None:
+    def begin(self, stage: str) -> None:
         """Count the time from here on for this stage."""
         now = time.monotonic()
         self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
@@ -31,7 +31,7 @@ class TimeSpent:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage until now, in the order in which they began."""
-        self.on(self._stage)
+        self.begin(self._stage)
         return dict(self._seconds)
 
 

@@ -57,7 +57,7 @@ def check(
     plan: Mapping[str, Setting],
     options: CheckOptions,
     say: Say,
-    within: Path | None = None,
+    parent: Path | None = None,
 ) -> CheckResult:
     """Check a plan on an unchanged training.
 
@@ -67,19 +67,19 @@ def check(
         plan: Technique -> setting.
         options: How much to compare, and whether to resume.
         say: Called with each line of progress.
-        within: Folder for temporary files, which the caller removes; None to make and remove one.
+        parent: Folder for temporary files, which the caller removes; None to make and remove one.
 
     Raises:
         HastenError: The training fails without the plan, does not train, or does not resume from what it saved; or
             the time is over.
     """
     # Workers put their sockets into the scratch folder, and a socket's path may have 107 bytes only: keep it short.
-    prefix = "c" if within is not None else "hasten-"
-    with scratch_folder(prefix, within) as scratch:
+    prefix = "c" if parent is not None else "hasten-"
+    with scratch_folder(prefix, parent) as scratch:
         processes = Processes(arguments, tuple(command), options)
         # A launcher's runs would want the same port, and a GPU may not hold two trainings.
-        alone = arguments[0] != sys.executable or this_machine().device != "cpu"
-        at_once = 1 if alone else max(1, min(2, os.cpu_count() or 1))
+        one_at_a_time = arguments[0] != sys.executable or this_machine().device != "cpu"
+        at_once = 1 if one_at_a_time else max(1, min(2, os.cpu_count() or 1))
         return check_plan(
             processes, plan, scratch, say, resume=options.resume is not None, at_once=at_once, brief=options.brief
         )
@@ -92,7 +92,7 @@ class Processes:
     arguments: Sequence[str]
     command: tuple[str, ...]
     options: CheckOptions
-    _going: set[Child] = field(default_factory=set)
+    _running: set[Child] = field(default_factory=set)
 
     def __call__(
         self, plan: Mapping[str, Setting], witness: WitnessOptions, folder: Path, saved: Path | None
@@ -100,24 +100,24 @@ class Processes:
         """Run the training once; see `hasten.check.run.Runner`."""
         config = config_of(plan, witness, folder, saved, self.command, self.options)
         assert config.trial is not None
-        more = self.options.resume or () if saved is not None else ()
+        extra_arguments = self.options.resume or () if saved is not None else ()
         kernels = {KERNEL_THREADS: str(plan.get("cpu_threads", self.options.threads))}
         env = environment(config, {**os.environ, **_ONE_THREAD, **kernels, "PYTHONHASHSEED": "0"})
         with (folder / "log").open("wb") as log:
-            child = start_logged([*self.arguments, *more], env, log)
-            self._going.add(child)
+            child = start_logged([*self.arguments, *extra_arguments], env, log)
+            self._running.add(child)
             try:
                 code = child.wait(max(0.0, min(self.options.seconds, self.options.until - time.monotonic())))
             finally:
                 child.end(patience=0)
-                self._going.discard(child)
+                self._running.discard(child)
         if code is None and time.monotonic() >= self.options.until:  # a run cut short says nothing about the plan
             raise CheckTimeoutError("the check's time was over before its runs were", "give it more time")
-        return ended(folder, code, plan, self.options.seconds)
+        return finished_run(folder, code, plan, self.options.seconds)
 
     def stop(self) -> None:
         """End the running processes."""
-        for child in list(self._going):
+        for child in list(self._running):
             child.end(patience=0)
 
 
@@ -147,7 +147,7 @@ def config_of(
     return RunConfig(dict(plan), evidence, command, trial, quiet=True, witness=witness)
 
 
-def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> FinishedRun:
+def finished_run(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: float) -> FinishedRun:
     """Return the result of a run, from its exit code (None: it was ended) and the files it left."""
     log = last_lines(folder / "log")
     saved = folder / "scratch" / "files"
@@ -156,14 +156,14 @@ def ended(folder: Path, code: int | None, plan: Mapping[str, Setting], seconds: 
     path = folder / "evidence.json"
     evidence = read_evidence(path) if path.is_file() else None
     if code:
-        last = log.splitlines()[-1].strip() if log else ""
+        last_line = log.splitlines()[-1].strip() if log else ""
         name = how_it_ended(code)
         error = evidence.error if evidence is not None else ""
-        return FinishedRun(error or (f"{name}: {last}" if last else name), saved, log)
+        return FinishedRun(error or (f"{name}: {last_line}" if last_line else name), saved, log)
     if evidence is None:
         return FinishedRun("", saved, log)
     # Techniques that act through environment variables take effect before torch is imported, so nothing records it.
-    acting = {one.name for one in build(plan, CATALOGUE) if overrides(one, "environment")}
-    idle = tuple(name for name in plan if name not in evidence.installed and name not in acting)
-    alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
-    return FinishedRun("", saved, log, idle, alone)
+    env_techniques = {technique.name for technique in build(plan, CATALOGUE) if overrides(technique, "environment")}
+    idle = tuple(name for name in plan if name not in evidence.installed and name not in env_techniques)
+    left_alone = tuple(f"{name} {did}" for name, did in evidence.installed.items() if did.startswith("left alone"))
+    return FinishedRun("", saved, log, idle, left_alone)

@@ -12,11 +12,11 @@ def with_argument(arguments: Sequence[str], name: str, value: str | int) -> list
     one that argparse uses.
     """
     changed = list(arguments)
-    for place in range(len(changed) - 1, -1, -1):
-        if changed[place] == name and place + 1 < len(changed):
-            changed[place + 1] = str(value)
+    for index in range(len(changed) - 1, -1, -1):
+        if changed[index] == name and index + 1 < len(changed):
+            changed[index + 1] = str(value)
             return changed
-        if changed[place].startswith(f"{name}="):
-            changed[place] = f"{name}={value}"
+        if changed[index].startswith(f"{name}="):
+            changed[index] = f"{name}={value}"
             return changed
     return [*changed, name, str(value)] if name.startswith("-") else [*changed, f"{name}={value}"]

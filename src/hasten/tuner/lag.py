@@ -45,39 +45,39 @@ def lag_of(baseline: Mapping[int, float], plan: Mapping[int, float]) -> LossShif
         baseline: Step number -> loss of the baseline.
         plan: Step number -> loss under the plan.
     """
-    found: dict[int, list[LossShift]] = {}
-    for start in range(0, max(plan, default=0) + 2 - _WINDOW, _STRIDE):
-        lag = _in_window(baseline, plan, start)
+    shifts: dict[int, list[LossShift]] = {}
+    for first_step in range(0, max(plan, default=0) + 2 - _WINDOW, _STRIDE):
+        lag = _in_window(baseline, plan, first_step)
         if lag is not None:
-            found.setdefault(lag.steps, []).append(lag)
-            if len(found[lag.steps]) == _WINDOWS:
-                return found[lag.steps][0]
+            shifts.setdefault(lag.steps, []).append(lag)
+            if len(shifts[lag.steps]) == _WINDOWS:
+                return shifts[lag.steps][0]
     return None
 
 
-def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], start: int) -> LossShift | None:
-    ours, theirs = _scatter(plan, start), _scatter(baseline, start)
-    if ours is None or theirs is None:
+def _in_window(baseline: Mapping[int, float], plan: Mapping[int, float], first_step: int) -> LossShift | None:
+    plan_scatter, baseline_scatter = _scatter(plan, first_step), _scatter(baseline, first_step)
+    if plan_scatter is None or baseline_scatter is None:
         return None
-    unshifted = statistics.correlation(ours, theirs)
+    unshifted = statistics.correlation(plan_scatter, baseline_scatter)
     if unshifted >= _FOLLOWS_NOT:
         return None
     lags = []
     for steps in (lag for lag in range(-_MOST, _MOST + 1) if lag):
-        other = _scatter(baseline, start + steps)
-        if other is None or statistics.correlation(theirs, other) >= _FOLLOWS_NOT:
+        shifted = _scatter(baseline, first_step + steps)
+        if shifted is None or statistics.correlation(baseline_scatter, shifted) >= _FOLLOWS_NOT:
             continue
-        lags.append(LossShift(start + 1, steps, statistics.correlation(ours, other), unshifted))
+        lags.append(LossShift(first_step + 1, steps, statistics.correlation(plan_scatter, shifted), unshifted))
     best = max(lags, key=lambda lag: lag.follows, default=None)
     return best if best is not None and best.follows >= _FOLLOWS else None
 
 
-def _scatter(losses: Mapping[int, float], start: int) -> Sequence[float] | None:
+def _scatter(losses: Mapping[int, float], first_step: int) -> Sequence[float] | None:
     """Return a window's losses minus their linear trend; None if some are missing, or they do not scatter."""
-    window = [losses[step] for step in range(start, start + _WINDOW) if step in losses]
+    window = [losses[step] for step in range(first_step, first_step + _WINDOW) if step in losses]
     if len(window) < _WINDOW:
         return None
     slope, level = statistics.linear_regression(range(_WINDOW), window)
-    scatter = [loss - level - slope * place for place, loss in enumerate(window)]
+    scatter = [loss - level - slope * index for index, loss in enumerate(window)]
     least = _SMALLEST * max(map(abs, window))
     return scatter if statistics.pstdev(scatter) > least else None

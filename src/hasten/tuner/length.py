@@ -27,9 +27,9 @@ class TrainingLength:
 
 def epochs_named(command: Sequence[str]) -> tuple[int, str] | None:
     """Return the number of epochs on a command line, and its wording there; None if there is none."""
-    words = list(command)
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        name, equals, value = word.partition("=")
+    arguments = list(command)
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, equals, value = argument.partition("=")
         if EPOCHS.match(name) and (value := value if equals else following).isdecimal():
             return int(value), f"{name} {value}"
     return None
@@ -51,7 +51,7 @@ def length_of(command: Sequence[str], baseline: Timing) -> TrainingLength:
     )
 
 
-def seen_to_its_end(length: TrainingLength, run: Evidence | None) -> TrainingLength:
+def length_of_finished_run(length: TrainingLength, run: Evidence | None) -> TrainingLength:
     """Replace an assumed length by the passes of a run that ended by itself, if all its passes were complete.
 
     If passes are cut short, by the script (`next(iter(loader))` in each step, a `break`) or by a trial, their number
@@ -59,19 +59,21 @@ def seen_to_its_end(length: TrainingLength, run: Evidence | None) -> TrainingLen
     """
     if not length.assumed or run is None or run.ended != "finished" or (loader := run.train_loader) is None:
         return length
-    trained = [one for one in run.passes if one.trained]
-    if len({one.loader for one in trained}) != 1 or any(one.batches != loader.batches for one in trained):
+    trained = [loader_pass for loader_pass in run.passes if loader_pass.trained]
+    if len({loader_pass.loader for loader_pass in trained}) != 1 or any(
+        loader_pass.batches != loader.batches for loader_pass in trained
+    ):
         return length
     return TrainingLength(len(trained), "a process of this tune came to the end of the training")
 
 
 def steps_seen(run: Evidence) -> int:
     """Return the steps of a training whose run reached its end. Passes that a search cut short count as complete."""
-    trained = sum(one.trained for one in run.passes)
+    trained = sum(loader_pass.trained for loader_pass in run.passes)
     loader = run.train_loader
-    whole = trained * (loader.batches or 0) if loader is not None else 0
+    steps_of_whole_passes = trained * (loader.batches or 0) if loader is not None else 0
     # At most twice the steps that ran: a search cuts at most half of the steps, and more means the script does.
-    return max(1, run.steps, min(whole, 2 * run.steps))
+    return max(1, run.steps, min(steps_of_whole_passes, 2 * run.steps))
 
 
 def steps_of(length: TrainingLength, timing: Timing) -> int:

@@ -15,8 +15,8 @@ from hasten.online.options import FILLING, FILLS, OnlineOptions
 from hasten.online.record import Event, MeasuredBlock, read
 from hasten.taps.config import RunConfig
 from hasten.techniques import Liveness
-from hasten.tuner.found import SearchState
 from hasten.tuner.length import steps_seen
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials, last_lines
 
 _POLL = 0.2
@@ -38,7 +38,7 @@ class OnlineSearch:
 
     Args:
         trials: Starts the processes.
-        found: State of the search, which is updated.
+        state: State of the search, which is updated.
         options: Options of the search; what earlier processes measured is filled in.
         startup: Seconds that the script takes before it trains.
         say: Called with each line of progress.
@@ -49,83 +49,89 @@ class OnlineSearch:
     def __init__(
         self,
         trials: Trials,
-        found: SearchState,
+        state: SearchState,
         options: OnlineOptions,
         startup: float,
         say: Say,
         on_block: Callable[[MeasuredBlock], None],
         step: float = 0.0,
     ) -> None:
-        self._trials, self._found, self._options = trials, found, options
+        self._trials, self._state, self._options = trials, state, options
         self._startup, self._say, self._on_block, self._step = startup, say, on_block, step
         self._careful = False
-        self._ran: set[int] = set()  # candidates that were on in a good block
+        self._ran_well: set[int] = set()  # candidates that were on in a good block
         self._plain_crashes = 0
         self._processes = 0
         self._last_step = 0  # of a process that went on for long after it
-        self.ended: Evidence | None = None  # of the last process that reached its end by itself
+        self.finished_run: Evidence | None = None  # of the last process that reached its end by itself
 
     def search(self) -> bool:
         """Search until the time is over. Return False if this script cannot be tuned in one process."""
         for _ in range(_RESTARTS):
-            before = sum(map(_counts, self._found.blocks))
-            settled, pairs, seen = self._found.course.settled, len(self._found.sides()), len(self._found.blocks)
-            process = self._one()
-            if process.done or len(self._found.sides()) >= _PAIRS:
+            counted_before = sum(map(_counts, self._state.blocks))
+            settled, pairs_before, blocks_before = (
+                self._state.course.settled,
+                len(self._state.claim_pairs()),
+                len(self._state.blocks),
+            )
+            process = self._run_process()
+            if process.completed or len(self._state.claim_pairs()) >= _PAIRS:
                 return True
-            if process.late:
+            if process.timed_out:
                 break
-            if not process.crashed and sum(map(_counts, self._found.blocks)) < _LEAST_BLOCKS:
+            if not process.crashed and sum(map(_counts, self._state.blocks)) < _LEAST_BLOCKS:
                 return False
             if not process.crashed:
                 self._drop_what_only_filled(process)
-            began_with_it = settled is not None or not any(block.on for block in self._found.blocks[seen:])
-            if began_with_it and not process.crashed and len(self._found.sides()) == pairs:
+            began_with_it = settled is not None or not any(block.on for block in self._state.blocks[blocks_before:])
+            if began_with_it and not process.crashed and len(self._state.claim_pairs()) == pairs_before:
                 self._drop_what_came_too_late()
-            nothing = not process.crashed and sum(map(_counts, self._found.blocks)) == before
-            if nothing or self._plain_crashes > 1 or self._left() < self._startup + _NOTHING_LEFT:
+            measured_nothing = not process.crashed and sum(map(_counts, self._state.blocks)) == counted_before
+            if measured_nothing or self._plain_crashes > 1 or self._seconds_left() < self._startup + _NOTHING_LEFT:
                 break
-            self._say(f"{process.why}; started again without it" if process.blamed else f"{process.why}; started again")
-        self._found.chosen = self._found.course.chosen()
-        return process.late or any(map(_counts, self._found.blocks))
+            self._say(
+                f"{process.reason}; started again without it" if process.blamed else f"{process.reason}; started again"
+            )
+        self._state.chosen = self._state.course.chosen()
+        return process.timed_out or any(map(_counts, self._state.blocks))
 
     def claim(self, until: float) -> None:
         """Measure the chosen plan against the unchanged script, in one new process or in several."""
-        plan = tuple(sorted(self._found.chosen))
+        plan = tuple(sorted(self._state.chosen))
         self._options = dataclasses.replace(self._options, plan=plan, search_until=0.0, claim_until=until)
         for _ in range(_RESTARTS):
-            before = len(self._found.sides())
-            process = self._one()
-            now = len(self._found.sides())
-            left = until - time.monotonic() - self._startup
+            pairs_before = len(self._state.claim_pairs())
+            process = self._run_process()
+            pairs = len(self._state.claim_pairs())
+            seconds_left = until - time.monotonic() - self._startup
             if (
-                process.done
+                process.completed
                 or process.crashed
-                or process.late
-                or now == before
-                or now >= _PAIRS
-                or left < _NOTHING_LEFT
+                or process.timed_out
+                or pairs == pairs_before
+                or pairs >= _PAIRS
+                or seconds_left < _NOTHING_LEFT
             ):
                 return
 
     def _drop_what_only_filled(self, process: _Process) -> None:
         """Drop caches that the training is too short to fill: every process would only fill them again."""
-        measured = set().union(*(block.on for block in self._found.blocks if _counts(block)))
+        measured = set().union(*(block.on for block in self._state.blocks if _counts(block)))
         if unfilled := process.filled - measured:
-            self._found.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
+            self._state.course.drop(unfilled, "the training ends before its cache is full, so no block could tell")
 
     def _drop_what_came_too_late(self) -> None:
         """Drop LAST techniques (compile) if a process that began with them ended before they could be judged."""
-        course = self._found.course
-        late = course.of(Liveness.LAST) - course.chosen()
+        course = self._state.course
+        late = course.with_liveness(Liveness.LAST) - course.chosen()
         course.drop(late, "the training ends before it is compiled, so no block could tell")
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         """Return the seconds left for a further process: until the claim's end if the search has settled."""
-        settled = self._found.course.settled is not None
+        settled = self._state.course.settled is not None
         return (self._options.claim_until if settled else self._options.search_until) - time.monotonic()
 
-    def _one(self) -> _Process:
+    def _run_process(self) -> _Process:
         folder = self._trials.scratch / f"w{time.monotonic_ns()}"
         folder.mkdir()
         self._processes += 1
@@ -135,64 +141,64 @@ class OnlineSearch:
             # With equal seeds, processes that end after a few blocks would all measure the same sets.
             seed=self._options.seed + 1000 * (self._processes - 1),
             careful=self._careful,
-            former=tuple(
-                (block.on, block.step_seconds, block.disturbed) for block in self._found.blocks if _counts(block)
+            earlier_blocks=tuple(
+                (block.on, block.step_seconds, block.disturbed) for block in self._state.blocks if _counts(block)
             ),
-            out=tuple(self._found.course.out),
+            dropped=tuple(self._state.course.dropped),
             last_step=self._last_step,
-            settled=None if (settled := self._found.course.settled) is None else tuple(sorted(settled)),
-            compiling=self._found.compiling,
-            early_ends=0 if self._ran else self._options.early_ends,
+            settled=None if (settled := self._state.course.settled) is None else tuple(sorted(settled)),
+            compiling=self._state.compiling,
+            early_ends=0 if self._ran_well else self._options.early_ends,
         )
-        process = _Process(self._trials, self._found, options, self._on_block, self._step)
+        process = _Process(self._trials, self._state, options, self._on_block, self._step)
         process.run(folder, self._startup)
-        if not (process.done or process.crashed or process.late):
-            self._ended(folder / "evidence.json", options.early_ends)
+        if not (process.completed or process.crashed or process.timed_out):
+            self._learn_length(folder / "evidence.json", options.early_ends)
         shutil.rmtree(folder, ignore_errors=True)
-        self._ran.update(*(block.on for block in self._found.blocks if _counts(block)))
+        self._ran_well.update(*(block.on for block in self._state.blocks if _counts(block)))
         if process.crashed:
             self._blame(process)
         return process
 
-    def _ended(self, path: Path, early_ends: int) -> None:
+    def _learn_length(self, path: Path, early_ends: int) -> None:
         """Learn the training's length from a process that reached its end by itself."""
         try:
             run = read_evidence(path)
         except HastenError:  # no evidence: something else ended the process
             return
         if run.ended == "finished":  # not cut at its last step by `last_step`
-            self.ended = run
+            self.finished_run = run
         if not early_ends or not run.passes:  # no pass was cut to a few steps
             self._options = dataclasses.replace(self._options, total_steps=steps_seen(run))
             self._last_step = max(self._last_step, _last_step(run))
 
     def _blame(self, process: _Process) -> None:
         """Switch off for good the candidates that caused a crash, a hang or a NaN, as far as that is known."""
-        new = set(process.on) - self._ran
+        untried = set(process.on) - self._ran_well
         if not process.on:
             self._plain_crashes += 1
-        elif len(new) <= 1 or self._careful:
-            process.blamed = new or (set(process.on) - set(process.before)) or set(process.on)
+        elif len(untried) <= 1 or self._careful:
+            process.blamed = untried or (set(process.on) - set(process.on_before)) or set(process.on)
             # A crash of candidates that ran well before may be the machine's fault: the next tune tries them again.
-            self._found.course.drop(process.blamed, process.why, lasting=bool(new))
-            self._say(f"off for good: {self._called(process.blamed)}: {process.why}")
-            self._found.notes.append(f"switched off for good: {self._called(process.blamed)}: {process.why}")
+            self._state.course.drop(process.blamed, process.reason, lasting=bool(untried))
+            self._say(f"off for good: {self._labels(process.blamed)}: {process.reason}")
+            self._state.notes.append(f"switched off for good: {self._labels(process.blamed)}: {process.reason}")
         self._careful = True  # from here on new candidates are added one at a time, so that a crash has one cause
 
-    def _called(self, indices: set[int]) -> str:
-        return ", ".join(self._found.course.candidates[i].called for i in sorted(indices))
+    def _labels(self, indices: set[int]) -> str:
+        return ", ".join(self._state.course.candidates[i].display_name for i in sorted(indices))
 
 
 class _Process:
     """One process of the search, whose record is read as it is written.
 
     Attributes:
-        done: Whether its schedule was completed.
+        completed: Whether its schedule was completed.
         crashed: Whether it failed, hung, or its loss turned to NaN.
-        late: Whether it was killed for exceeding its time.
-        why: How it ended, in words.
+        timed_out: Whether it was killed for exceeding its time.
+        reason: How it ended, in words.
         on: Candidates that were on at its end.
-        before: Candidates that were on before the last switch.
+        on_before: Candidates that were on before the last switch.
         blamed: Candidates that its end is blamed on.
         filled: Candidates whose cache was filling in one of its blocks.
     """
@@ -200,19 +206,19 @@ class _Process:
     def __init__(
         self,
         trials: Trials,
-        found: SearchState,
+        state: SearchState,
         options: OnlineOptions,
         on_block: Callable[[MeasuredBlock], None],
         step: float,
     ) -> None:
-        self._trials, self._found, self._options, self._on_block = trials, found, options, on_block
+        self._trials, self._state, self._options, self._on_block = trials, state, options, on_block
         self._first_block = max(2.0, _STEPS_OF_A_BLOCK * step)
-        self._offset, self._heard = 0, time.monotonic()
+        self._offset, self._last_entry_at = 0, time.monotonic()
         self._compiles = False
-        self.done = self.crashed = self.late = False
-        self.why = "the script came to its end"
+        self.completed = self.crashed = self.timed_out = False
+        self.reason = "the script came to its end"
         self.on: tuple[int, ...] = ()
-        self.before: tuple[int, ...] = ()
+        self.on_before: tuple[int, ...] = ()
         self.blamed: set[int] = set()
         self.filled: set[int] = set()
 
@@ -234,77 +240,81 @@ class _Process:
             try:
                 code = self._follow(child, Path(self._options.results), startup)
             finally:
-                child.end(patience=0.0 if self.late else PATIENCE)  # a late one has nothing to add to its record
-        if not self.done and not self.crashed and not self.late and code != 0:
+                child.end(patience=0.0 if self.timed_out else PATIENCE)  # a late one has nothing to add to its record
+        if not self.completed and not self.crashed and not self.timed_out and code != 0:
             self.crashed = True
-            said = last_lines(folder / "log").splitlines()
-            self.why = "it hung" if code is None else f"it crashed: {said[-1].strip() if said else f'exit code {code}'}"
+            output_lines = last_lines(folder / "log").splitlines()
+            self.reason = (
+                "it hung"
+                if code is None
+                else f"it crashed: {output_lines[-1].strip() if output_lines else f'exit code {code}'}"
+            )
 
     def _follow(self, child: Child, path: Path, startup: float) -> int | None:
         """Read the record until the process ends. Return its exit code; None if it hung or its time was over."""
-        self._heard = time.monotonic() + 3 * startup
+        self._last_entry_at = time.monotonic() + 3 * startup
         while True:
             code = child.wait(_POLL)
-            self._hear(path)
+            self._read_entries(path)
             if code is not None:
                 return code
-            now, block = time.monotonic(), self._typical()
-            if now - self._heard > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
+            now, block = time.monotonic(), self._longest_recent_block()
+            if now - self._last_entry_at > (_QUIET_COMPILING if self._compiles else _QUIET + 8 * block):
                 return None
-            over = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
+            grace = _OVERTIME_COMPILING if self._compiles else _OVERTIME + 2 * block
             # The trials' deadline is the end of the budget: then not even two long blocks are waited for.
-            if now > min(self._options.claim_until + over, max(self._options.claim_until, self._trials.deadline)):
-                self.late, self.why = True, "its time was out"
+            if now > min(self._options.claim_until + grace, max(self._options.claim_until, self._trials.deadline)):
+                self.timed_out, self.reason = True, "its time was out"
                 return None
 
-    def _typical(self) -> float:
+    def _longest_recent_block(self) -> float:
         """Return the seconds of the longest recent block, or an estimate before the first."""
-        return max((block.seconds for block in self._found.blocks[-8:]), default=self._first_block)
+        return max((block.seconds for block in self._state.blocks[-8:]), default=self._first_block)
 
-    def _hear(self, path: Path) -> None:
-        said, self._offset = read(path, self._offset)
-        for one in said:
-            self._heard = max(self._heard, time.monotonic())
-            if isinstance(one, MeasuredBlock):
+    def _read_entries(self, path: Path) -> None:
+        entries, self._offset = read(path, self._offset)
+        for entry in entries:
+            self._last_entry_at = max(self._last_entry_at, time.monotonic())
+            if isinstance(entry, MeasuredBlock):
                 self._compiles = False
-                self._block(one)
+                self._block(entry)
             else:
-                self._event(one)
+                self._event(entry)
 
     def _block(self, block: MeasuredBlock) -> None:
-        found = self._found
-        found.blocks.append(block)
+        state = self._state
+        state.blocks.append(block)
         if _counts(block) and block.part not in ("plain", "plan"):
-            found.course.saw(block.on, block.step_seconds, disturbed=block.disturbed)
+            state.course.add_block(block.on, block.step_seconds, disturbed=block.disturbed)
         if block.trouble == FILLING:
-            self.filled |= {i for i in block.on if found.course.candidates[i].name in FILLS}
+            self.filled |= {i for i in block.on if state.course.candidates[i].name in FILLS}
         self._on_block(block)
 
     def _event(self, event: Event) -> None:
-        found = self._found
+        state = self._state
         match event.kind:
             case "switch":
-                self.before, self.on = self.on, event.on
-                self._compiles = any(found.course.liveness(i) is Liveness.LAST for i in event.on)
+                self.on_before, self.on = self.on, event.on
+                self._compiles = any(state.course.liveness(i) is Liveness.LAST for i in event.on)
             case "broken" | "not worth it" | "alone":
-                found.course.drop(event.on, event.text, lasting=event.kind == "broken")
-                found.chosen -= set(event.on)
+                state.course.drop(event.on, event.text, lasting=event.kind == "broken")
+                state.chosen -= set(event.on)
             case "settled":
-                found.course.settle(frozenset(event.on))
+                state.course.settle(frozenset(event.on))
             case "chosen":
-                found.chosen = frozenset(event.on)
+                state.chosen = frozenset(event.on)
             case "compiled":
-                found.compiling = event.seconds
+                state.compiling = event.seconds
                 for index in event.on:
-                    found.not_asked.pop(index, None)
+                    state.not_measured.pop(index, None)
             case "not asked":
-                found.not_asked |= dict.fromkeys(event.on, event.text)
+                state.not_measured |= dict.fromkeys(event.on, event.text)
             case "validated":
-                found.course.saw_validation(event.on, event.seconds)
+                state.course.add_validation(event.on, event.seconds)
             case "over":
                 self.crashed = event.text == "nan"
-                self.done = not self.crashed  # also where the claim's passes did not come in time: nobody's fault
-                self.why = "the loss turned to NaN" if self.crashed else event.text
+                self.completed = not self.crashed  # also where the claim's passes did not come in time: nobody's fault
+                self.reason = "the loss turned to NaN" if self.crashed else event.text
 
 
 def _last_step(run: Evidence) -> int:

@@ -17,7 +17,6 @@ from hasten.online.record import MeasuredBlock
 from hasten.plan import Plan
 from hasten.techniques import CATALOGUE, Effect
 from hasten.tuner.baseline import Baseline
-from hasten.tuner.found import Claim, SearchState, taken_of
 from hasten.tuner.length import TrainingLength, full_seconds
 from hasten.tuner.parity import parity_of
 from hasten.tuner.proof import (
@@ -38,12 +37,13 @@ from hasten.tuner.proof import (
     in_words,
 )
 from hasten.tuner.report_paths import shorten
+from hasten.tuner.search_state import Claim, SearchState, mean_cpu_taken
 from hasten.tuner.stats import ratio_of, steps_of
 from hasten.tuner.timing import Timing
 from hasten.tuner.trial import Trial, Trials
 
 _POINTS = 200
-_SURE = 0.97  # probability of helping, or of not helping, from which a technique is not reported as doubtful
+_CERTAIN = 0.97  # probability of helping, or of not helping, from which a technique is not reported as doubtful
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Measurements:
     """Everything a tune measured.
 
     Attributes:
-        found: The search.
-        asked: The applicable techniques.
+        state: The search.
+        applicable: The applicable techniques.
         trials: The processes that were measured one by one.
         baseline: The unchanged script's trial.
         pairs: Pairs of fresh processes, (baseline, plan), one per seed.
@@ -65,8 +65,8 @@ class Measurements:
         noise: How quiet the machine was.
     """
 
-    found: SearchState
-    asked: Applicable
+    state: SearchState
+    applicable: Applicable
     trials: Trials
     baseline: Baseline
     pairs: list[tuple[Trial, Trial]]
@@ -79,47 +79,51 @@ class Measurements:
     noise: MachineNoise
 
 
-def proof_of(all_: Measurements) -> Proof:
+def proof_of(measurements: Measurements) -> Proof:
     """Return the proof of a tune."""
-    found, baseline = all_.found, all_.baseline
-    pairs = [(a, b) for a, b in all_.pairs if a.timing and b.timing]
+    state, baseline = measurements.state, measurements.baseline
+    pairs = [(a, b) for a, b in measurements.pairs if a.timing and b.timing]
     timings = timings_of(pairs)
-    whole = bool(timings) and all(side.epoch is not None for pair in timings for side in pair)
-    claimed = _claimed(found, pairs)
+    has_epochs = bool(timings) and all(timing.epoch is not None for pair in timings for timing in pair)
+    claimed = _claimed(state, pairs)
     machine = this_machine()
     return Proof(
         created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         hasten=hasten.__version__,
-        command=all_.trials.command,
+        command=measurements.trials.command,
         machine=machine,
         versions={"python": machine.python, "torch": baseline.evidence.flags.torch, "hasten": hasten.__version__},
         speedup=claimed.speedup,
         speedup_how=claimed.how,
         disturbed=claimed.disturbed,
-        epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if whole else None,
-        full_run=full_run(timings, all_.length),
-        parity=_parity(all_),
+        epoch_speedup=ratio_of(timings, lambda timing, step: timing.epoch_of(step)) if has_epochs else None,
+        full_run=full_run(timings, measurements.length),
+        parity=_parity(measurements),
         memory=_memory([a for a, _ in pairs] or [baseline.trial], [b for _, b in pairs] or [baseline.trial]),
-        phases=_phases(found, baseline, timings),
-        curves=_curves(all_.pairs),
+        phases=_phases(state, baseline, timings),
+        curves=_curves(measurements.pairs),
         pairs=tuple(
-            Pair(a.seed, a.timing.step, b.timing.step, taken_of((a, b))) for a, b in pairs if a.timing and b.timing
+            Pair(a.seed, a.timing.step, b.timing.step, mean_cpu_taken((a, b)))
+            for a, b in pairs
+            if a.timing and b.timing
         ),
-        techniques=tuple(_kept(all_, index, claimed.speedup) for index in sorted(found.chosen)),
-        tried=_tried(found),
-        skipped=all_.asked.skipped,
-        trials=tuple(map(_row, all_.trials.done)),
-        budget_seconds=all_.budget,
-        used_seconds=time.monotonic() - all_.start,
-        spent_seconds=all_.spent,
-        warm=found.warm,
-        agreement=all_.checked.agreed if all_.checked is not None else None,
-        blocks=tuple(block_of(block, found, all_.start) for block in found.blocks),
-        would_ask=(*_doubtful(found), *found.would_ask),
-        noise=all_.noise,
-        notes=tuple(all_.notes),
-        check=all_.checked,
-        taps_skipped=tuple(dict.fromkeys(line for t in all_.trials.done if t.evidence for line in t.evidence.skipped)),
+        techniques=tuple(_kept_technique(measurements, index, claimed.speedup) for index in sorted(state.chosen)),
+        tried=_tried(state),
+        skipped=measurements.applicable.skipped,
+        trials=tuple(map(_row, measurements.trials.finished)),
+        budget_seconds=measurements.budget,
+        used_seconds=time.monotonic() - measurements.start,
+        spent_seconds=measurements.spent,
+        warm=state.warm,
+        agreement=measurements.checked.agreed if measurements.checked is not None else None,
+        blocks=tuple(block_of(block, state, measurements.start) for block in state.blocks),
+        would_ask=(*_doubtful(state), *state.would_ask),
+        noise=measurements.noise,
+        notes=tuple(measurements.notes),
+        check=measurements.checked,
+        taps_skipped=tuple(
+            dict.fromkeys(line for t in measurements.trials.finished if t.evidence for line in t.evidence.skipped)
+        ),
     )
 
 
@@ -145,10 +149,10 @@ def plan_of(proof: Proof) -> Plan:
     )
 
 
-def block_of(block: MeasuredBlock, found: SearchState, start: float) -> Block:
+def block_of(block: MeasuredBlock, state: SearchState, start: float) -> Block:
     """Return a block in the report's form: with names, and times relative to the tune's start."""
     part = {"baseline": "as it is", "plain": "claim", "plan": "claim"}.get(block.part, block.part)
-    names = tuple(found.course.candidates[i].called for i in block.on)
+    names = tuple(state.course.candidates[i].display_name for i in block.on)
     return Block(
         block.began - start, block.seconds, block.steps, block.step_seconds, names, part, block.trouble,
         block.taken, block.disturbed,
@@ -160,76 +164,85 @@ def timings_of(pairs: Sequence[tuple[Trial, Trial]]) -> list[tuple[Timing, Timin
     return [(a.timing, b.timing) for a, b in pairs if a.timing and b.timing]
 
 
-def effects_of(found: SearchState) -> set[Effect]:
+def effects_of(state: SearchState) -> set[Effect]:
     """Return the effects of the plan's techniques on the result."""
-    return {CATALOGUE[name].effect_of(setting) for name, setting in found.plan().items()}
+    return {CATALOGUE[name].effect_of(setting) for name, setting in state.plan().items()}
 
 
-def _claimed(found: SearchState, pairs: list[tuple[Trial, Trial]]) -> Claim:
+def _claimed(state: SearchState, pairs: list[tuple[Trial, Trial]]) -> Claim:
     """Return the claim: from blocks in turn, else from fresh processes in turn, else the search's own estimate."""
-    if not found.chosen:
+    if not state.chosen:
         return Claim(Ratio(1.0, 1.0, 1.0), "nothing is changed")
-    if (claimed := found.claimed()) is not None:
+    if (claimed := state.claimed()) is not None:
         return claimed
     if timings := timings_of(pairs):
         how = f"steady steps of {len(timings)} pair{'s' * (len(timings) > 1)} of fresh processes, in turn"
         if len(timings) == 1:
             how += ": how much two processes of one script differ is not known"
-        return Claim(steps_of(timings), how, taken_of([side for pair in pairs for side in pair]))
-    mean, spread = found.course.posterior.gain(found.chosen)
+        return Claim(steps_of(timings), how, mean_cpu_taken([trial for pair in pairs for trial in pair]))
+    mean, spread = state.course.posterior.gain(state.chosen)
     ratio = CandidateEstimate(mean, max(spread, 1e-6), 1, 1).ratio
-    searched = [block for block in found.blocks if not block.trouble]
+    searched = [block for block in state.blocks if not block.trouble]
     quiet = 2 * sum(not block.disturbed for block in searched) > len(searched)
     how = "estimated from the blocks of the search, not measured in turn"
-    return Claim(Ratio(*ratio), how, None if quiet else taken_of(searched))
+    return Claim(Ratio(*ratio), how, None if quiet else mean_cpu_taken(searched))
 
 
-def _parity(all_: Measurements) -> Parity:
-    if not all_.found.chosen:
+def _parity(measurements: Measurements) -> Parity:
+    if not measurements.state.chosen:
         return Parity(Answer.HOLDS, "nothing was changed", note="the plan is empty: nothing can have changed")
-    return parity_of(all_.pairs, effects_of(all_.found))
+    return parity_of(measurements.pairs, effects_of(measurements.state))
 
 
 def full_run(timings: Sequence[tuple[Timing, Timing]], length: TrainingLength) -> FullRun | None:
     """Return the estimated time of the full training on both sides; None if no process reached an epoch's end."""
-    if not timings or any(side.epoch is None for pair in timings for side in pair):
+    if not timings or any(timing.epoch is None for pair in timings for timing in pair):
         return None
     a, b = timings[len(timings) // 2]
-    before, after = (full_seconds(side, length.epochs) for side in (a, b))
+    baseline_seconds, plan_seconds = (full_seconds(timing, length.epochs) for timing in (a, b))
     gain = (a.epoch or 0.0) - (b.epoch or 0.0)
-    even = None if gain <= 0 else max(0, int((b.startup - a.startup) / gain) + 1)
-    return FullRun(length.epochs, length.known_from, before, after, before / after, a.startup, b.startup, even)
-
-
-def _kept(all_: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
-    found = all_.found
-    one, estimate = found.course.candidates[index], found.course.estimates(found.chosen)[index]
-    # The only technique of a plan has the effect that the claim measured.
-    ratio = (speedup.ratio, speedup.low, speedup.high) if len(found.chosen) == 1 else estimate.ratio
-    return KeptTechnique(
-        one.name,
-        one.setting,
-        str(CATALOGUE[one.name].effect_of(one.setting)),
-        *ratio,
-        helps=estimate.helps,
-        blocks=estimate.blocks,
-        why=all_.asked.why.get(one.name, ""),
+    break_even = None if gain <= 0 else max(0, int((b.startup - a.startup) / gain) + 1)
+    return FullRun(
+        length.epochs,
+        length.known_from,
+        baseline_seconds,
+        plan_seconds,
+        baseline_seconds / plan_seconds,
+        a.startup,
+        b.startup,
+        break_even,
     )
 
 
-def _tried(found: SearchState) -> tuple[TriedSetting, ...]:
+def _kept_technique(measurements: Measurements, index: int, speedup: Ratio) -> KeptTechnique:
+    state = measurements.state
+    candidate, estimate = state.course.candidates[index], state.course.estimates(state.chosen)[index]
+    # The only technique of a plan has the effect that the claim measured.
+    ratio = (speedup.ratio, speedup.low, speedup.high) if len(state.chosen) == 1 else estimate.ratio
+    return KeptTechnique(
+        candidate.name,
+        candidate.setting,
+        str(CATALOGUE[candidate.name].effect_of(candidate.setting)),
+        *ratio,
+        helps=estimate.helps,
+        blocks=estimate.blocks,
+        why=measurements.applicable.why.get(candidate.name, ""),
+    )
+
+
+def _tried(state: SearchState) -> tuple[TriedSetting, ...]:
     """Return every setting that was measured or failed, with its estimated effect."""
     rows = []
-    for index, (one, estimate) in enumerate(
-        zip(found.course.candidates, found.course.estimates(found.chosen), strict=True)
+    for index, (candidate, estimate) in enumerate(
+        zip(state.course.candidates, state.course.estimates(state.chosen), strict=True)
     ):
-        reason = found.course.out.get(index, "")
-        kept = index in found.chosen
-        if not (kept or reason or estimate.blocks):
+        reason = state.course.dropped.get(index, "")
+        is_kept = index in state.chosen
+        if not (is_kept or reason or estimate.blocks):
             continue
-        outcome = "kept" if kept else "dropped" if reason else "lost"
-        reason = reason or ("" if kept else _why_lost(found, index, estimate))
-        row = TriedSetting(one.name, one.setting, outcome, reason)
+        outcome = "kept" if is_kept else "dropped" if reason else "lost"
+        reason = reason or ("" if is_kept else _why_lost(state, index, estimate))
+        row = TriedSetting(candidate.name, candidate.setting, outcome, reason)
         if estimate.blocks:
             ratio, low, high = estimate.ratio
             row = dataclasses.replace(
@@ -239,28 +252,28 @@ def _tried(found: SearchState) -> tuple[TriedSetting, ...]:
     return tuple(rows)
 
 
-def _why_lost(found: SearchState, index: int, estimate: CandidateEstimate) -> str:
+def _why_lost(state: SearchState, index: int, estimate: CandidateEstimate) -> str:
     """Return why a measured setting is not in the plan."""
-    name = found.course.candidates[index].name
-    others = {found.course.candidates[i].name for i in found.chosen}
-    if name in others:
+    name = state.course.candidates[index].name
+    plan_names = {state.course.candidates[i].name for i in state.chosen}
+    if name in plan_names:
         return "another setting of it is better"
     if estimate.helps < 0.5:
         return "steps are slower with it here"
-    if estimate.helps > _SURE:
+    if estimate.helps > _CERTAIN:
         return "it helps in the blocks of the search, but the plan was settled on blocks in turn without it"
     return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
 
 
-def _doubtful(found: SearchState) -> tuple[str, ...]:
+def _doubtful(state: SearchState) -> tuple[str, ...]:
     """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
-    course, known = found.course, found.course.estimates(found.chosen)
+    course, estimates = state.course, state.course.estimates(state.chosen)
     return tuple(
-        f"{course.candidates[i].called}: helps with {known[i].helps:.0%} probability after "
-        f"{known[i].blocks} block{'s' * (known[i].blocks != 1)}"
+        f"{course.candidates[i].display_name}: helps with {estimates[i].helps:.0%} probability after "
+        f"{estimates[i].blocks} block{'s' * (estimates[i].blocks != 1)}"
         for i in course.doubtful()
-        if 1 - _SURE < known[i].helps < _SURE
-    ) + tuple(f"{course.candidates[i].called}: {why}" for i, why in found.not_asked.items())
+        if 1 - _CERTAIN < estimates[i].helps < _CERTAIN
+    ) + tuple(f"{course.candidates[i].display_name}: {why}" for i, why in state.not_measured.items())
 
 
 def _comment(kept: KeptTechnique) -> str:
@@ -272,23 +285,23 @@ def _comment(kept: KeptTechnique) -> str:
 
 
 def _memory(a: list[Trial], b: list[Trial]) -> Memory:
-    def gpu(side: list[Trial]) -> int | None:
-        return max((t.evidence.peak_gpu_bytes or 0 for t in side if t.evidence), default=0) or None
+    def gpu(trials: list[Trial]) -> int | None:
+        return max((t.evidence.peak_gpu_bytes or 0 for t in trials if t.evidence), default=0) or None
 
     return Memory(max(t.peak_memory for t in a), max(t.peak_memory for t in b), gpu(a), gpu(b))
 
 
 def _phases(
-    found: SearchState, baseline: Baseline, timings: list[tuple[Timing, Timing]]
+    state: SearchState, baseline: Baseline, timings: list[tuple[Timing, Timing]]
 ) -> dict[str, dict[str, float]]:
     """Return seconds per phase of a step, by side: from the claim's blocks, else fresh processes, else the baseline."""
-    if found.chosen and len(measured := found.phases()) == 2:
+    if state.chosen and len(measured := state.phases()) == 2:
         return {side: _by_name(phases) for side, phases in measured.items()}
-    if found.chosen and timings:
+    if state.chosen and timings:
         a, b = timings[len(timings) // 2]
         return {"baseline": a.phases, "plan": b.phases}
     phases = baseline.timing.phases
-    return {"baseline": phases, "plan": {} if found.chosen else phases}
+    return {"baseline": phases, "plan": {} if state.chosen else phases}
 
 
 def _by_name(phases: tuple[float, ...]) -> dict[str, float]:

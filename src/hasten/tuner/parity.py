@@ -26,8 +26,8 @@ TEST = (
     f"{HARMLESS:.1%} by three pairs, or above {TOLERANCE:.0%} by fewer, is a change for the worse"
 )
 _ENOUGH = 3  # pairs needed to see how far rounding alone drives two runs of one seed apart
-_FEW = 4  # validations per pair: no more than that give no usable interval
-_FIRST = 0.1  # of the loss: more than rounding can change in the first step
+_MOST_WITHOUT_INTERVAL = 4  # validations per pair: no more than that give no usable interval
+_FIRST_STEP_DIFFERENCE = 0.1  # of the loss: more than rounding can change in the first step
 _GROSS = 0.1  # relative change of the last validation loss from which parity is left open
 _TRAINING, _VALIDATION, _BATCHES = "training loss", "validation loss", "batches a pass"
 
@@ -50,12 +50,12 @@ def parity_of(pairs: Sequence[_Pair], effects: Collection[str] | None = None) ->
     """
     findings = _Findings()
     _note_nan(pairs, findings)
-    seen = [pair for pair in pairs if all(trial.ok and trial.evidence for trial in pair)]
-    _compare_losses(seen, findings)
+    measured = [pair for pair in pairs if all(trial.ok and trial.evidence for trial in pair)]
+    _compare_losses(measured, findings)
     if Effect.TRAJECTORY not in (effects or ()):
-        _compare_batches(seen, findings)
+        _compare_batches(measured, findings)
     if effects is not None and set(effects) <= {Effect.EXACT, Effect.ROUNDING}:
-        _compare_steps(seen, findings)
+        _compare_steps(measured, findings)
     return findings.parity()
 
 
@@ -71,8 +71,8 @@ class _Findings:
     def parity(self) -> Parity:
         """Return the verdict: refuted, open, or holding, with its sentences."""
         answer = Answer.DOES_NOT if self.against else Answer.NOT_KNOWN if self.open else Answer.HOLDS
-        said = self.against or self.open
-        return Parity(answer, TEST, tuple(self.checks), "; ".join([*said, *self.remarks]))
+        sentences = self.against or self.open
+        return Parity(answer, TEST, tuple(self.checks), "; ".join([*sentences, *self.remarks]))
 
 
 def _note_nan(pairs: Sequence[_Pair], findings: _Findings) -> None:
@@ -103,7 +103,7 @@ def _compare_losses(pairs: Sequence[_Pair], findings: _Findings) -> None:
         findings.open.append("no loss was seen: `backward` was never called on a single number")
         return
     courses = [
-        mean_of_course([(mine - base) / scale for base, mine in half])
+        mean_of_course([(plan - baseline) / scale for baseline, plan in half])
         for half, scale in zip(halves, scales, strict=True)
     ]
     estimates = [course for course in courses if course is not None]
@@ -130,10 +130,10 @@ def _losses(trial: Trial) -> Mapping[int, float]:
     return {evidence.number(index): loss for index, loss in enumerate(evidence.losses) if loss is not None}
 
 
-def _scale(both: Sequence[tuple[float, float]]) -> float:
+def _scale(pairs: Sequence[tuple[float, float]]) -> float:
     """Return the unit of relative changes: the size of the baseline's mean loss, else of the plan's, else 1."""
     for side in (0, 1):
-        if both and (mean := abs(statistics.fmean(values[side] for values in both))) > 0:
+        if pairs and (mean := abs(statistics.fmean(losses[side] for losses in pairs))) > 0:
             return mean
     return 1.0
 
@@ -151,53 +151,57 @@ def _compare_validations(pairs: Sequence[_Pair], findings: _Findings) -> None:
         )
         return
     last = [course[-1] for course in courses]
-    estimate = _of_validations(courses)
+    estimate = _validation_change(courses)
     if estimate is not None:
         _judge(_VALIDATION, last, estimate, findings)
         return
-    change = statistics.fmean((mine - base) / _scale([(base, mine)]) for base, mine in last)
-    told = f"the last validation's loss is {_signed(change)}, which so few runs cannot tell from chance"
-    (findings.open if change > _GROSS else findings.remarks).append(told)
+    change = statistics.fmean((plan - baseline) / _scale([(baseline, plan)]) for baseline, plan in last)
+    remark = f"the last validation's loss is {_signed(change)}, which so few runs cannot tell from chance"
+    (findings.open if change > _GROSS else findings.remarks).append(remark)
 
 
-def _of_validations(courses: Sequence[Sequence[tuple[float, float]]]) -> Estimate | None:
+def _validation_change(courses: Sequence[Sequence[tuple[float, float]]]) -> Estimate | None:
     """Return the mean change of the validation loss; None if there are too few validations for an interval.
 
     From three pairs on, each pair contributes the mean of its later half. With one or two pairs, the interval comes
     from the validations within each pair, without the first.
     """
-    changes = [[(mine - base) / _scale(course[-1:]) for base, mine in course] for course in courses]
+    changes = [[(plan - baseline) / _scale(course[-1:]) for baseline, plan in course] for course in courses]
     if len(courses) > 2:
         return mean_of([statistics.fmean(course[len(course) // 2 :]) for course in changes])
-    estimates = [mean_of(course[1:]) for course in changes if len(course) > _FEW]
-    known = [estimate for estimate in estimates if estimate is not None]
-    return mean_of_pairs(known) if len(known) == len(courses) else None
+    estimates = [mean_of(course[1:]) for course in changes if len(course) > _MOST_WITHOUT_INTERVAL]
+    intervals = [estimate for estimate in estimates if estimate is not None]
+    return mean_of_pairs(intervals) if len(intervals) == len(courses) else None
 
 
 def _validations(pair: _Pair) -> list[tuple[float, float]]:
     """Return both losses of each validation after the first training step that both sides have."""
-    sides = [[one for one in _evidence(trial).validations if one.step > 0] for trial in pair]
-    both = zip(*sides, strict=False)
-    return [(base.loss, mine.loss) for base, mine in both if base.loss == base.loss and mine.loss == mine.loss]
+    sides = [[validation for validation in _evidence(trial).validations if validation.step > 0] for trial in pair]
+    pairs = zip(*sides, strict=False)
+    return [
+        (baseline.loss, plan.loss)
+        for baseline, plan in pairs
+        if baseline.loss == baseline.loss and plan.loss == plan.loss
+    ]
 
 
-def _judge(what: str, values: Sequence[tuple[float, float]], estimate: Estimate, findings: _Findings) -> None:
+def _judge(quantity: str, values: Sequence[tuple[float, float]], estimate: Estimate, findings: _Findings) -> None:
     """Record a comparison: refuted, open, or within the tolerance."""
-    shown = estimate.low > 0 and estimate.mean > HARMLESS
+    is_higher = estimate.low > 0 and estimate.mean > HARMLESS
     harmless = HARMLESS if len(values) >= _ENOUGH else TOLERANCE
     interval = f"{_signed(estimate.mean)} [{_signed(estimate.low)}, {_signed(estimate.high)}]"
     if estimate.low > harmless:
-        findings.against.append(f"the {what} is higher under the plan: {interval}")
-    elif shown:
-        findings.open.append(f"the {what} may be higher under the plan: {interval}; more pairs would tell")
+        findings.against.append(f"the {quantity} is higher under the plan: {interval}")
+    elif is_higher:
+        findings.open.append(f"the {quantity} may be higher under the plan: {interval}; more pairs would tell")
     elif estimate.high > TOLERANCE:
-        told = f"the {what} changed by {interval}: only changes above {percent(estimate.half)} could be seen"
-        (findings.remarks if what == _VALIDATION else findings.open).append(told)
+        remark = f"the {quantity} changed by {interval}: only changes above {percent(estimate.half)} could be seen"
+        (findings.remarks if quantity == _VALIDATION else findings.open).append(remark)
     elif estimate.high < -HARMLESS:
-        findings.remarks.append(f"the {what} is lower under the plan: {interval}")
+        findings.remarks.append(f"the {quantity} is lower under the plan: {interval}")
     baseline, plan = (tuple(side) for side in zip(*values, strict=True))
     findings.checks.append(
-        ParityCheck(what, baseline, plan, estimate.mean, estimate.low, estimate.high, estimate.half, not shown)
+        ParityCheck(quantity, baseline, plan, estimate.mean, estimate.low, estimate.high, estimate.half, not is_higher)
     )
 
 
@@ -212,17 +216,24 @@ def _compare_batches(pairs: Sequence[_Pair], findings: _Findings) -> None:
     """Compare the number of batches of each complete pass, and the number of steps before each validation."""
     counts = []
     for pair in pairs:
-        for what, read in (("batches in a pass", _batches), ("steps before a validation", _steps)):
-            ours, theirs = (read(_evidence(trial)) for trial in pair)
-            counts += [(pair[1].seed, what, (ours[at], theirs[at])) for at in sorted(ours.keys() & theirs.keys())]
-    passes = [both for _, what, both in counts if what == "batches in a pass"]
-    for seed, what, (base, mine) in counts:
-        if base != mine:
-            findings.against.append(f"{mine} {what} under the plan and {base} without it, with seed {seed}")
+        for quantity, count_of in (("batches in a pass", _batches), ("steps before a validation", _steps)):
+            baseline_counts, plan_counts = (count_of(_evidence(trial)) for trial in pair)
+            counts += [
+                (pair[1].seed, quantity, (baseline_counts[key], plan_counts[key]))
+                for key in sorted(baseline_counts.keys() & plan_counts.keys())
+            ]
+    passes = [values for _, quantity, values in counts if quantity == "batches in a pass"]
+    for seed, quantity, (baseline_count, plan_count) in counts:
+        if baseline_count != plan_count:
+            findings.against.append(
+                f"{plan_count} {quantity} under the plan and {baseline_count} without it, with seed {seed}"
+            )
             break
     if passes:
-        change = max(((mine - base) / base for base, mine in passes), key=abs)
-        baseline, plan = (tuple(float(count) for count in side) for side in zip(*passes, strict=True))
+        change = max(((plan_count - baseline_count) / baseline_count for baseline_count, plan_count in passes), key=abs)
+        baseline, plan = (
+            tuple(float(count) for count in values_of_side) for values_of_side in zip(*passes, strict=True)
+        )
         findings.checks.append(ParityCheck(_BATCHES, baseline, plan, change, change, change, 0.0, ok=baseline == plan))
 
 
@@ -231,42 +242,44 @@ def _batches(evidence: Evidence) -> dict[tuple[int, int], int]:
 
     A pass is complete if another began after its end. The pass that was open when the trial ended was cut short.
     """
-    last = max((over.start for over in evidence.passes), default=0.0)
-    found: dict[tuple[int, int], int] = {}
-    of_loader: Counter[int] = Counter()
-    for over in evidence.passes:
-        if over.trained and over.batches and over.end <= last:
-            found[over.loader, of_loader[over.loader]] = over.batches
-            of_loader[over.loader] += 1
-    return found
+    last_start = max((loader_pass.start for loader_pass in evidence.passes), default=0.0)
+    batches: dict[tuple[int, int], int] = {}
+    passes_of_loader: Counter[int] = Counter()
+    for loader_pass in evidence.passes:
+        if loader_pass.trained and loader_pass.batches and loader_pass.end <= last_start:
+            batches[loader_pass.loader, passes_of_loader[loader_pass.loader]] = loader_pass.batches
+            passes_of_loader[loader_pass.loader] += 1
+    return batches
 
 
 def _steps(evidence: Evidence) -> dict[tuple[int, int], int]:
     """Return the steps before each validation; {} if steps are batches, since then passes show it better."""
-    seen = evidence.validations if evidence.step_of == "optimizer" else ()
-    return {(0, number): one.step for number, one in enumerate(seen)}
+    validations = evidence.validations if evidence.step_of == "optimizer" else ()
+    return {(0, number): validation.step for number, validation in enumerate(validations)}
 
 
 def _compare_steps(pairs: Sequence[_Pair], findings: _Findings) -> None:
     """Compare which batch each step trained on, as far as the losses show it."""
     for pair in pairs:
-        base, mine = (_losses(trial) for trial in pair)
-        first = min(base.keys() & mine.keys(), default=None)
+        baseline, plan = (_losses(trial) for trial in pair)
+        first = min(baseline.keys() & plan.keys(), default=None)
         # The first step has the same weights and batch on both sides, so a large difference means that steps do not
         # match: a script that collects batches in a list first has steps that are not seen, different ones each time.
-        if first is not None and abs(mine[first] - base[first]) > _FIRST * _scale([(base[first], mine[first])]):
+        if first is not None and abs(plan[first] - baseline[first]) > _FIRST_STEP_DIFFERENCE * _scale(
+            [(baseline[first], plan[first])]
+        ):
             findings.open.append(
-                f"the two runs begin with other losses ({base[first]:.4g}, under the plan {mine[first]:.4g}, with "
+                f"the two runs begin with other losses ({baseline[first]:.4g}, under the plan {plan[first]:.4g}, with "
                 f"seed {pair[1].seed}): their steps could not be matched"
             )
             return
-        lag = lag_of(base, mine)
+        lag = lag_of(baseline, plan)
         if lag is not None:
-            findings.against.append(_of_lag(lag, pair[1].seed))
+            findings.against.append(_lag_in_words(lag, pair[1].seed))
             return
 
 
-def _of_lag(lag: LossShift, seed: int) -> str:
+def _lag_in_words(lag: LossShift, seed: int) -> str:
     steps = f"{abs(lag.steps)} {'step' if abs(lag.steps) == 1 else 'steps'} {'later' if lag.steps > 0 else 'earlier'}"
     does = "leaves batches out" if lag.steps > 0 else "puts batches in"
     return (

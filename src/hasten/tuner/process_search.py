@@ -8,7 +8,7 @@ from collections.abc import Callable
 from hasten.online.record import MeasuredBlock
 from hasten.online.schedule import TOO_SHORT_TO_COMPILE, compiling_may_pay
 from hasten.techniques import Liveness
-from hasten.tuner.found import SearchState
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trial, Trials
 
 _TIMEOUT = 150.0  # seconds, plus four times the longest trial so far, after which a trial counts as hung
@@ -17,7 +17,7 @@ _MOST_CRASHES = 4
 
 def search_apart(
     trials: Trials,
-    found: SearchState,
+    state: SearchState,
     baseline: Trial,
     steps: int,
     until: float,
@@ -28,39 +28,39 @@ def search_apart(
 
     Args:
         trials: Runs the processes.
-        found: State of the search, which is updated.
+        state: State of the search, which is updated.
         baseline: Trial of the unchanged script.
         steps: Steps of the full training; `compile` is left out if they are too few to pay for it.
         until: Moment (`time.monotonic`) at which the search ends.
         say: Called with each line of progress.
         on_block: Called with each trial, in the form of a block.
     """
-    course, crashes, longest = found.course, 0, baseline.seconds
-    _saw(found, baseline, frozenset(), "baseline", on_block)
+    course, crashes, longest = state.course, 0, baseline.seconds
+    _add_block(state, baseline, frozenset(), "baseline", on_block)
     if baseline.timing is not None and not compiling_may_pay(baseline.timing.step, steps):
-        course.drop(course.of(Liveness.LAST), TOO_SHORT_TO_COMPILE)
-    wish, part = course.all_on(), "all on"
-    while (wish or part == "search") and time.monotonic() + longest < until and crashes < _MOST_CRASHES:
-        plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(wish)}
+        course.drop(course.with_liveness(Liveness.LAST), TOO_SHORT_TO_COMPILE)
+    techniques_on, part = course.all_on(), "all on"
+    while (techniques_on or part == "search") and time.monotonic() + longest < until and crashes < _MOST_CRASHES:
+        plan = {course.candidates[i].name: course.candidates[i].setting for i in sorted(techniques_on)}
         trial = trials.run(plan, timeout=4 * longest + _TIMEOUT)
         if trial.outcome == "timeout" and time.monotonic() >= trials.deadline:
             # The budget ended it before it counted as hung: on a busy machine it may only have been slow.
-            found.would_ask.append(f"{', '.join(plan) or 'the script as it is'}: it took longer than the budget")
+            state.would_ask.append(f"{', '.join(plan) or 'the script as it is'}: it took longer than the budget")
             break
         longest = max(longest, trial.seconds) if trial.ok else longest
-        if _saw(found, trial, wish, part, on_block):
+        if _add_block(state, trial, techniques_on, part, on_block):
             say(f"{', '.join(plan) or 'the script as it is'}: {trial.timing.cost * 1e3:.1f} ms a step")  # type: ignore[union-attr]
         else:
             crashes += 1
-            _blame(found, trial, wish, say)
+            _blame(state, trial, techniques_on, say)
         if not course.doubtful():
             break
-        wish, part = course.wants(), "search"
-    found.chosen = course.chosen()
+        techniques_on, part = course.draw_set(), "search"
+    state.chosen = course.chosen()
 
 
-def _saw(
-    found: SearchState, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[MeasuredBlock], None]
+def _add_block(
+    state: SearchState, trial: Trial, on: frozenset[int], part: str, on_block: Callable[[MeasuredBlock], None]
 ) -> bool:
     """Add a trial to the search as a block. Return whether it measured anything."""
     began = time.monotonic() - trial.seconds
@@ -73,22 +73,22 @@ def _saw(
         steps = len(trial.evidence.step_phases) if trial.evidence is not None else 1
         taken, disturbed = trial.taken, trial.disturbed
         block = MeasuredBlock(began, cost * steps, steps, tuple(sorted(on)), part, taken=taken, disturbed=disturbed)
-        found.course.saw(on, cost, disturbed=trial.disturbed)
-    found.blocks.append(block)
+        state.course.add_block(on, cost, disturbed=trial.disturbed)
+    state.blocks.append(block)
     on_block(block)
     return trial.timing is not None
 
 
-def _blame(found: SearchState, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
+def _blame(state: SearchState, trial: Trial, on: frozenset[int], say: Callable[[str], None]) -> None:
     """Switch off for good the one candidate that never ran before; if there are several, add them singly from here."""
-    course = found.course
-    ran = {i for block in found.blocks if not block.trouble for i in block.on}
-    new = on - ran
-    if len(new) > 1 and not course.careful:
+    course = state.course
+    ran_well = {i for block in state.blocks if not block.trouble for i in block.on}
+    untried = on - ran_well
+    if len(untried) > 1 and not course.careful:
         course.careful = True
         return
-    blamed = new or on
-    course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=bool(new))
-    names = ", ".join(course.candidates[i].called for i in sorted(blamed))
-    found.notes.append(f"switched off for good: {names}: {trial.outcome}: {trial.reason}")
+    blamed = untried or on
+    course.drop(blamed, f"{trial.outcome}: {trial.reason}", lasting=bool(untried))
+    names = ", ".join(course.candidates[i].display_name for i in sorted(blamed))
+    state.notes.append(f"switched off for good: {names}: {trial.outcome}: {trial.reason}")
     say(f"off for good: {names}: {trial.outcome}: {trial.reason}")

@@ -13,7 +13,7 @@ from hasten.evidence.plain import with_texts
 
 Plain = TypeVar("Plain")
 
-_BEFORE = r"(?:(?<![\w.~/-])|(?<=://))"  # not in the middle of another path, but after "file://"
+_BOUNDARY = r"(?:(?<![\w.~/-])|(?<=://))"  # not in the middle of another path, but after "file://"
 _SCRATCH = r"hasten-(?:[a-z]+-)?[a-z0-9_]{8}(?![\w-])"  # names that `tempfile` makes from hasten's prefixes
 
 
@@ -39,17 +39,17 @@ def without_paths(value: Plain) -> Plain:
 def _patterns(folders: tuple[str, ...], home: str, temporary: str) -> list[tuple[re.Pattern[str], str]]:
     """Return (pattern, replacement) pairs in order: working folder first, unless the scratch folder is inside it."""
     working = [pair for folder in folders for pair in _folder(folder, "", ".")]
-    scratch = [(re.compile(_BEFORE + re.escape(temporary) + "/" + _SCRATCH), "<scratch>")]
+    scratch = [(re.compile(_BOUNDARY + re.escape(temporary) + "/" + _SCRATCH), "<scratch>")]
     inside = any(temporary.startswith(f"{folder}/") for folder in folders)
     return [*(scratch + working if inside else working + scratch), *(_folder(home, "~/", "~") if home else [])]
 
 
 def _folder(folder: str, inside: str, itself: str) -> list[tuple[re.Pattern[str], str]]:
     """Return the replacements for paths inside a folder, and for the folder itself."""
-    start = _BEFORE + re.escape(folder)
+    pattern = _BOUNDARY + re.escape(folder)
     return [
-        (re.compile(start + r"/+(?=[^\s/'\")\],:;])"), inside),
-        (re.compile(start + r"/?(?![\w/-])(?!\.\w)"), itself),
+        (re.compile(pattern + r"/+(?=[^\s/'\")\],:;])"), inside),
+        (re.compile(pattern + r"/?(?![\w/-])(?!\.\w)"), itself),
     ]
 
 
@@ -60,8 +60,8 @@ def _working_folders() -> tuple[str, ...]:
     except OSError:  # the folder was deleted
         return ()
     named = os.environ.get("PWD", "")
-    linked = [named] if named != folder and Path(named).is_absolute() and _same(named, folder) else []
-    return tuple(each.rstrip("/") for each in (*linked, folder) if each.rstrip("/"))
+    linked = [named] if named != folder and Path(named).is_absolute() and _same_folder(named, folder) else []
+    return tuple(path.rstrip("/") for path in (*linked, folder) if path.rstrip("/"))
 
 
 def _home() -> str:
@@ -72,8 +72,8 @@ def _home() -> str:
     return home.rstrip("/") if Path(home).is_absolute() else ""
 
 
-def _same(one: str, other: str) -> bool:
+def _same_folder(first: str, second: str) -> bool:
     try:
-        return Path(one).samefile(other)
+        return Path(first).samefile(second)
     except OSError:
         return False

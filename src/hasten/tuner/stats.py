@@ -33,16 +33,16 @@ def ratio_of(
     """
     draw = random.Random(0)
 
-    def one(pair: tuple[Timing, Timing], resample: bool) -> float:
+    def log_ratio(pair: tuple[Timing, Timing], resample: bool) -> float:
         sides = []
         for timing in pair:
             blocks = draw.choices(timing.blocks, k=len(timing.blocks)) if resample else timing.blocks
             sides.append(value(timing, statistics.median(blocks)))
         return math.log(sides[0] / sides[1])
 
-    centre = statistics.median(one(pair, False) for pair in pairs)
+    centre = statistics.median(log_ratio(pair, False) for pair in pairs)
     means = sorted(
-        statistics.fmean(one(pair, True) for pair in draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES)
+        statistics.fmean(log_ratio(pair, True) for pair in draw.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES)
     )
     tail = (1 - confidence) / 2
     low, high = means[int(tail * _RESAMPLES)], means[min(_RESAMPLES - 1, int((1 - tail) * _RESAMPLES))]
@@ -56,10 +56,10 @@ def steps_of(pairs: Sequence[tuple[Timing, Timing]]) -> Ratio:
     narrow: of two equal processes it called one faster in 38 of 100 single pairs, and in 15 of 100 sets of three. So
     Student's interval over the pairs is used where it is wider; the interval of a single pair always includes 1.
     """
-    found = ratio_of(pairs, lambda _, step: step)
-    between = middle_of([math.log(one.step / other.step) for one, other in pairs])
+    bootstrap = ratio_of(pairs, lambda _, step: step)
+    between = middle_of([math.log(baseline.step / plan.step) for baseline, plan in pairs])
     low, high = (1.0, 1.0) if between is None else (math.exp(between[1]), math.exp(between[2]))
-    return Ratio(found.ratio, min(low, found.low), max(high, found.high), found.confidence)
+    return Ratio(bootstrap.ratio, min(low, bootstrap.low), max(high, bootstrap.high), bootstrap.confidence)
 
 
 def mean_of_course(values: Sequence[float]) -> Estimate | None:
@@ -70,13 +70,13 @@ def mean_of_course(values: Sequence[float]) -> Estimate | None:
     are correlated over more than a window make the means of longer windows differ more.
     """
     estimates = [_by_windows(values, count) for count in _WINDOWS if len(values) >= _WINDOWS[0]]
-    return Estimate(statistics.fmean(values), max(one.half for one in estimates)) if estimates else None
+    return Estimate(statistics.fmean(values), max(estimate.half for estimate in estimates)) if estimates else None
 
 
 def _by_windows(values: Sequence[float], count: int) -> Estimate:
     length = len(values) // count
-    first = len(values) - length * count  # the remainder is left out at the start of the series
-    means = [statistics.fmean(values[at : at + length]) for at in range(first, len(values), length)]
+    skipped = len(values) - length * count  # the remainder is left out at the start of the series
+    means = [statistics.fmean(values[start : start + length]) for start in range(skipped, len(values), length)]
     estimate = mean_of(means)
     assert estimate is not None
     return estimate

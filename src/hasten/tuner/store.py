@@ -21,8 +21,8 @@ from hasten.online.course import Course
 from hasten.online.options import Candidate
 from hasten.online.prior import Prior
 from hasten.plan import Setting
-from hasten.tuner.found import SearchState
 from hasten.tuner.proof import Proof, beside_others
+from hasten.tuner.search_state import SearchState
 from hasten.tuner.training_key import Key, changes, without_paths
 
 SCHEMA = "hasten-store/1"
@@ -32,7 +32,7 @@ _MOST_FILES = 200
 _MOST_ROWS = 300
 _LEAST_SPREAD = 0.03  # of log(seconds per step): uncertainty that remains about another hour, with any number of blocks
 _WIDER, _MUCH_WIDER = 1.5, 3.0  # factors on deviations: for the same training; if script or arguments changed
-_KNOWN = 0.06  # standard deviation up to which an effect counts as measured; above, it is a mere expectation
+_MEASURED_SPREAD = 0.06  # standard deviation up to which an effect counts as measured; above, it is a mere expectation
 _EARLIER = "in an earlier tune: "
 _MOST = 3.0  # of log(seconds per step): no technique has a larger effect, so a file that says so is invalid
 
@@ -91,45 +91,45 @@ class RecalledTraining:
     """Knowledge of a training from an earlier tune.
 
     Attributes:
-        said: Line for the user: what is reused, or what changed.
-        learned: Results by `Candidate.key`; empty if they are not used.
+        message: Line for the user: what is reused, or what changed.
+        results: Results by `Candidate.key`; empty if they are not used.
         prior: Prior of the search: the earlier estimate, widened so that new blocks can overturn it.
-        same: Whether nothing changed and the earlier tune was undisturbed, so that its measurements count as such.
+        unchanged: Whether nothing changed and the earlier tune was undisturbed, so that its measurements count as such.
     """
 
-    said: str
-    learned: dict[str, SettingResult] = field(default_factory=dict)
+    message: str
+    results: dict[str, SettingResult] = field(default_factory=dict)
     prior: Prior | None = None
-    same: bool = False
+    unchanged: bool = False
 
 
 # -- writing -----------------------------------------------------------------------------------------------
 
 
-def remember(folder: Path, key: Key, found: SearchState, proof: Proof) -> str:
+def remember(folder: Path, key: Key, state: SearchState, proof: Proof) -> str:
     """Store what a tune learned. Return why that was not possible, in a line; "" if it was.
 
     Args:
         folder: The store, beside the plan; created if it is missing.
         key: Key of the training.
-        found: Result of the search.
+        state: Result of the search.
         proof: Proof of the tune.
     """
-    learned, prior = _learned(found), found.course.prior()
-    if not learned:
+    results, prior = _results_of(state), state.course.prior()
+    if not results:
         return ""
-    for _, before in _of(folder, key, []):
-        if before.key == key:  # keep results of settings that this tune did not try (under --only, say)
-            now = {_name(one) for one in learned}
-            learned += tuple(one for one in before.learned if _name(one) not in now)
-            prior = prior.beside(before.prior)
+    for _, earlier in _stored_for(folder, key, []):
+        if earlier.key == key:  # keep results of settings that this tune did not try (under --only, say)
+            names = {_key_of(result) for result in results}
+            results += tuple(result for result in earlier.learned if _key_of(result) not in names)
+            prior = prior.beside(earlier.prior)
     stored = StoreFile(
         key=key,
         date=proof.created,
-        plan=found.plan(),
+        plan=state.plan(),
         speedup=(proof.speedup.ratio, proof.speedup.low, proof.speedup.high),
         proven=str(proof.proven),
-        learned=learned,
+        learned=results,
         prior=prior.rounded(),
         disturbed=proof.disturbed,
     )
@@ -148,20 +148,22 @@ def _text(stored: StoreFile) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _learned(found: SearchState) -> tuple[SettingResult, ...]:
+def _results_of(state: SearchState) -> tuple[SettingResult, ...]:
     """Return the results of each setting that was measured, now or in an earlier tune, or that is off for good."""
-    course = found.course
-    learned = []
-    for index, (one, estimate) in enumerate(zip(course.candidates, course.estimates(found.chosen), strict=True)):
-        off = without_paths(course.out[index]) if index in course.lasting else ""
-        if not (estimate.blocks or one.known or off):
+    course = state.course
+    results = []
+    for index, (candidate, estimate) in enumerate(zip(course.candidates, course.estimates(state.chosen), strict=True)):
+        off = without_paths(course.dropped[index]) if index in course.lasting else ""
+        if not (estimate.blocks or candidate.known or off):
             continue
-        seen = course.validation.estimate(index, ()) if course.validation.seen else None
-        validation = (seen.mean, seen.spread) if seen is not None else None
-        learned.append(
-            SettingResult(one.name, one.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off)
+        on_validation = course.validation.estimate(index, ()) if course.validation.blocks else None
+        validation = (on_validation.mean, on_validation.spread) if on_validation is not None else None
+        results.append(
+            SettingResult(
+                candidate.name, candidate.setting, estimate.mean, estimate.spread, estimate.blocks, validation, off
+            )
         )
-    return tuple(learned)
+    return tuple(results)
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -175,73 +177,77 @@ def recall(folder: Path, key: Key) -> RecalledTraining | None:
         key: Key of the training.
     """
     trouble: list[str] = []
-    known = sorted(_of(folder, key, trouble), key=lambda pair: pair[1].date, reverse=True)
-    best = _best(known, key)
+    stored_files = sorted(_stored_for(folder, key, trouble), key=lambda pair: pair[1].date, reverse=True)
+    best = _best(stored_files, key)
     if not trouble:
         return best
-    said = "; ".join([best.said, trouble[0]] if best is not None else trouble[:1])
-    return dataclasses.replace(best or RecalledTraining(""), said=said)
+    message = "; ".join([best.message, trouble[0]] if best is not None else trouble[:1])
+    return dataclasses.replace(best or RecalledTraining(""), message=message)
 
 
-def _best(known: Sequence[tuple[Path, StoreFile]], key: Key) -> RecalledTraining | None:
+def _best(stored_files: Sequence[tuple[Path, StoreFile]], key: Key) -> RecalledTraining | None:
     """Return the latest tune of the same training; else of one whose effects apply here; else only what changed."""
-    for path, stored in known:
+    for path, stored in stored_files:
         if stored.key == key:
-            said = f"continues from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
+            message = f"continues from what the tune of {_day(stored)} learned ({path.parent.name}/{path.name})"
             if stored.disturbed is not None:  # on a quiet machine all effects may differ
-                said += f"{beside_others(stored.disturbed)}: it counts for less"
-            return _recalled(stored, said, same=stored.disturbed is None)
-    for _, stored in known:
-        if stored.key.place == key.place:
-            said = f"{changes(stored.key, key)}: what the tune of {_day(stored)} learned counts for less"
-            return _recalled(stored, said, same=False)
-    return RecalledTraining(f"{changes(known[0][1].key, key)}: what was known is not used") if known else None
+                message += f"{beside_others(stored.disturbed)}: it counts for less"
+            return _recalled(stored, message, unchanged=stored.disturbed is None)
+    for _, stored in stored_files:
+        if stored.key.effects_key == key.effects_key:
+            message = f"{changes(stored.key, key)}: what the tune of {_day(stored)} learned counts for less"
+            return _recalled(stored, message, unchanged=False)
+    return (
+        RecalledTraining(f"{changes(stored_files[0][1].key, key)}: what was known is not used")
+        if stored_files
+        else None
+    )
 
 
 def applied(candidates: Sequence[Candidate], recalled: RecalledTraining | None) -> tuple[Candidate, ...]:
     """Return the candidates with an earlier tune's estimates as their priors, deviations widened."""
     if recalled is None or recalled.prior is None:
         return tuple(candidates)
-    return tuple(_with(one, recalled, recalled.prior) for one in candidates)
+    return tuple(_with_prior(candidate, recalled, recalled.prior) for candidate in candidates)
 
 
 def drop_again(course: Course, recalled: RecalledTraining | None) -> None:
     """Switch off candidates that crashed, hung or broke their promise in an earlier tune of the same training."""
-    if recalled is None or not recalled.same:
+    if recalled is None or not recalled.unchanged:
         return
-    for index, one in enumerate(course.candidates):
-        learned = recalled.learned.get(one.key)
-        if learned is not None and learned.off:
-            course.drop([index], f"{_EARLIER}{learned.off.removeprefix(_EARLIER)}", lasting=True)
+    for index, candidate in enumerate(course.candidates):
+        result = recalled.results.get(candidate.key)
+        if result is not None and result.off:
+            course.drop([index], f"{_EARLIER}{result.off.removeprefix(_EARLIER)}", lasting=True)
 
 
-def _with(one: Candidate, recalled: RecalledTraining, prior: Prior) -> Candidate:
-    learned = recalled.learned.get(one.key)
-    if learned is None or one.key not in prior.rows:
-        return one
-    row, validation = prior.rows.index(one.key), (one.mean, one.spread)
-    if learned.validation is not None:
-        validation = learned.validation[0], _wide(learned.validation[1], recalled.same)
-    known = (learned.mean, _wide(learned.spread, same=True))
+def _with_prior(candidate: Candidate, recalled: RecalledTraining, prior: Prior) -> Candidate:
+    result = recalled.results.get(candidate.key)
+    if result is None or candidate.key not in prior.rows:
+        return candidate
+    row, validation = prior.rows.index(candidate.key), (candidate.mean, candidate.spread)
+    if result.validation is not None:
+        validation = result.validation[0], _widened(result.validation[1], recalled.unchanged)
+    measured = (result.mean, _widened(result.spread, unchanged=True))
     return dataclasses.replace(
-        one,
+        candidate,
         mean=prior.mean[row],
         spread=prior.spread(row),
-        known=known if recalled.same and learned.spread <= _KNOWN else None,
+        known=measured if recalled.unchanged and result.spread <= _MEASURED_SPREAD else None,
         validation=validation,
     )
 
 
-def _wide(spread: float, same: bool) -> float:
-    return max(spread, _LEAST_SPREAD) * (_WIDER if same else _MUCH_WIDER)
+def _widened(spread: float, unchanged: bool) -> float:
+    return max(spread, _LEAST_SPREAD) * (_WIDER if unchanged else _MUCH_WIDER)
 
 
-def _recalled(stored: StoreFile, said: str, same: bool) -> RecalledTraining:
-    prior = stored.prior.widened(_WIDER if same else _MUCH_WIDER, _LEAST_SPREAD)
-    return RecalledTraining(said, {_name(one): one for one in stored.learned}, prior, same)
+def _recalled(stored: StoreFile, message: str, unchanged: bool) -> RecalledTraining:
+    prior = stored.prior.widened(_WIDER if unchanged else _MUCH_WIDER, _LEAST_SPREAD)
+    return RecalledTraining(message, {_key_of(result): result for result in stored.learned}, prior, unchanged)
 
 
-def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, StoreFile]]:
+def _stored_for(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, StoreFile]]:
     """Yield the stored files of this script, on any machine. Append problems with invalid files to `trouble`."""
     name = re.compile(re.escape(key.stem) + r"-[0-9a-f]{12}\.json")
     try:
@@ -262,22 +268,22 @@ def _of(folder: Path, key: Key, trouble: list[str]) -> Iterator[tuple[Path, Stor
 
 
 def _read(path: Path) -> StoreFile:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise HastenError("it is not a file")
-    if found.st_size > _MOST_BYTES:
-        raise HastenError(f"it has {found.st_size:,} bytes, and is none that tune wrote")
+    if status.st_size > _MOST_BYTES:
+        raise HastenError(f"it has {status.st_size:,} bytes, and is none that tune wrote")
     stored = read_plain(StoreFile, path, SCHEMA, "what a tune learned", "delete it, or give --no-memory")
-    figures = [(one.mean, one.spread) for one in stored.learned]
-    figures += [one.validation for one in stored.learned if one.validation is not None]
+    figures = [(result.mean, result.spread) for result in stored.learned]
+    figures += [result.validation for result in stored.learned if result.validation is not None]
     sane = all(abs(mean) <= _MOST and 0 <= spread <= _MOST for mean, spread in figures)  # NaN is neither
     if not sane or len(stored.prior.rows) > _MOST_ROWS or not stored.prior.is_sane(_MOST):
         raise HastenError("it holds figures that no training gives")
     return stored
 
 
-def _name(one: SettingResult) -> str:
-    return Candidate(one.name, one.setting).key
+def _key_of(result: SettingResult) -> str:
+    return Candidate(result.name, result.setting).key
 
 
 def _why(error: Exception) -> str:

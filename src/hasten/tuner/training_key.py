@@ -55,15 +55,15 @@ class Key:
     hasten: str
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def effects_key(self) -> tuple[object, ...]:
         """The fields on which the effects of techniques depend."""
         return self.models, self.cpu, self.cores, self.gpus, self.torch, self.hasten
 
     @property
     def file(self) -> str:
         """File name in the store: one per training, machine and versions."""
-        parts = (self.script, self.arguments, self.cpu, self.cores, self.gpus, self.torch, self.hasten)
-        return f"{self.stem}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"
+        fields = (self.script, self.arguments, self.cpu, self.cores, self.gpus, self.torch, self.hasten)
+        return f"{self.stem}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:12]}.json"
 
     @property
     def stem(self) -> str:
@@ -79,56 +79,62 @@ def key_of(command: Sequence[str], evidence: Evidence, machine: Machine | None =
         evidence: Of the script as it is.
         machine: Default: this one.
     """
-    at, script, path = _script(command)
+    script_index, script, path = _script(command)
     machine = machine or this_machine()
     return Key(
         script=without_paths(script),
         code=_hash(path),
-        arguments=tuple(without_paths(word)[:_ARGUMENT] for place, word in enumerate(command) if place != at),
+        arguments=tuple(
+            without_paths(argument)[:_ARGUMENT] for index, argument in enumerate(command) if index != script_index
+        ),
         models=tuple(
-            Model(one.name, dict(one.layers), one.parameters, one.input_shapes)
-            for one in evidence.models
-            if one.train_calls
+            Model(model.name, dict(model.layers), model.parameters, model.input_shapes)
+            for model in evidence.models
+            if model.train_calls
         ),
         cpu=machine.cpu,
         cores=machine.cores,
         gpus=machine.gpus,
-        torch=_two(evidence.flags.torch),
-        hasten=_two(hasten.__version__),
+        torch=_major_minor(evidence.flags.torch),
+        hasten=_major_minor(hasten.__version__),
     )
 
 
-def changes(before: Key, now: Key) -> str:
+def changes(earlier: Key, current: Key) -> str:
     """Return what differs between two keys, in one line; "" if nothing does."""
-    return "; ".join(_changes(before, now))
+    return "; ".join(_changes(earlier, current))
 
 
-def _changes(before: Key, now: Key) -> Iterator[str]:
+def _changes(earlier: Key, current: Key) -> Iterator[str]:
     for name in ("torch", "hasten"):
-        if (one := getattr(before, name)) != (other := getattr(now, name)):
-            yield f"{name} {_short(one)} -> {_short(other)}"
-    if (before.cpu, before.cores, before.gpus) != (now.cpu, now.cores, now.gpus):
-        yield f"another machine: {_machine(before)} -> {_machine(now)}"
-    if before.models != now.models:
-        yield f"the model changed: {_model_change(before.models, now.models)}"
-    if before.arguments != now.arguments:
-        yield f"other arguments: {_short(' '.join(before.arguments))} -> {_short(' '.join(now.arguments))}"
-    if before.code != now.code:
-        yield f"{_short(now.script)} changed"
+        if (earlier_version := getattr(earlier, name)) != (current_version := getattr(current, name)):
+            yield f"{name} {_short(earlier_version)} -> {_short(current_version)}"
+    if (earlier.cpu, earlier.cores, earlier.gpus) != (current.cpu, current.cores, current.gpus):
+        yield f"another machine: {_machine(earlier)} -> {_machine(current)}"
+    if earlier.models != current.models:
+        yield f"the model changed: {_model_change(earlier.models, current.models)}"
+    if earlier.arguments != current.arguments:
+        yield f"other arguments: {_short(' '.join(earlier.arguments))} -> {_short(' '.join(current.arguments))}"
+    if earlier.code != current.code:
+        yield f"{_short(current.script)} changed"
 
 
-def _model_change(before: tuple[Model, ...], now: tuple[Model, ...]) -> str:
+def _model_change(earlier: tuple[Model, ...], current: tuple[Model, ...]) -> str:
     """Return the first difference between two lists of models, as text."""
-    if len(before) != len(now):
-        return f"{len(before)} -> {len(now)} models"
-    one, other = next((one, other) for one, other in zip(before, now, strict=True) if one != other)
-    if one.name != other.name:
-        return f"{_short(one.name)} -> {_short(other.name)}"
-    if one.parameters != other.parameters:
-        return f"{one.parameters:,} -> {other.parameters:,} parameters"
-    if one.inputs != other.inputs:
-        return f"inputs {_shapes(one)} -> {_shapes(other)}"
-    return f"other layers in {_short(other.name)}"
+    if len(earlier) != len(current):
+        return f"{len(earlier)} -> {len(current)} models"
+    earlier_model, current_model = next(
+        (earlier_model, current_model)
+        for earlier_model, current_model in zip(earlier, current, strict=True)
+        if earlier_model != current_model
+    )
+    if earlier_model.name != current_model.name:
+        return f"{_short(earlier_model.name)} -> {_short(current_model.name)}"
+    if earlier_model.parameters != current_model.parameters:
+        return f"{earlier_model.parameters:,} -> {current_model.parameters:,} parameters"
+    if earlier_model.inputs != current_model.inputs:
+        return f"inputs {_shapes(earlier_model)} -> {_shapes(current_model)}"
+    return f"other layers in {_short(current_model.name)}"
 
 
 def _shapes(model: Model) -> str:
@@ -152,14 +158,14 @@ def _short(text: str) -> str:
 
 def _script(command: Sequence[str]) -> tuple[int, str, Path | None]:
     """Return the script's position on the command line, its name there, and its file (None if not found)."""
-    for place, word in enumerate(command):
-        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
-            module = Path(*command[place + 1].split("."))
+    for index, argument in enumerate(command):
+        if argument == "-m" and index + 1 < len(command) and not command[index + 1].startswith("torch."):
+            module = Path(*command[index + 1].split("."))
             files = (module.with_suffix(".py"), module / "__main__.py")
-            return place + 1, command[place + 1], next((path for path in files if path.is_file()), None)
-        path = Path(word)
+            return index + 1, command[index + 1], next((path for path in files if path.is_file()), None)
+        path = Path(argument)
         if path.suffix == ".py" and path.is_file():
-            return place, word, path
+            return index, argument, path
     return 0, command[0], None
 
 
@@ -170,6 +176,6 @@ def _hash(path: Path | None) -> str:
         return ""
 
 
-def _two(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else version
+def _major_minor(version: str) -> str:
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else version

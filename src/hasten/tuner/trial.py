@@ -73,7 +73,7 @@ class Trials:
         scratch: Folder in which each trial gets a temporary subfolder for what it writes.
         options: Bounds of the trials; `batches` and `steps` are set once the duration of a step is known.
         deadline: Moment (`time.monotonic`) at which every trial ends.
-        done: The trials so far.
+        finished: The trials so far.
     """
 
     arguments: Sequence[str]
@@ -81,7 +81,7 @@ class Trials:
     scratch: Path
     options: TrialOptions
     deadline: float
-    done: list[Trial] = field(default_factory=list)
+    finished: list[Trial] = field(default_factory=list)
 
     def run(self, plan: Mapping[str, Setting], seed: int = 0, *, probe: bool = False, timeout: float = 120.0) -> Trial:
         """Run one trial and record it.
@@ -92,31 +92,31 @@ class Trials:
             probe: Whether to probe the datasets for repeated samples.
             timeout: Seconds after which the trial counts as hung.
         """
-        if (left := self.deadline - time.monotonic()) <= 0:
+        if (seconds_left := self.deadline - time.monotonic()) <= 0:
             return Trial(dict(plan), seed, "timeout", 0.0, "no time was left for it")
-        folder = self.scratch / f"t{len(self.done)}"
+        folder = self.scratch / f"t{len(self.finished)}"
         folder.mkdir()
         options = replace(self.options, scratch=str(folder), seed=seed, probe=probe)
         config = RunConfig(dict(plan), str(folder / "evidence.json"), self.command, options, quiet=True)
-        trial = self._run(config, folder, min(timeout, left))
-        self.done.append(trial)
+        trial = self._run(config, folder, min(timeout, seconds_left))
+        self.finished.append(trial)
         shutil.rmtree(folder, ignore_errors=True)
         return trial
 
     def _run(self, config: RunConfig, folder: Path, timeout: float) -> Trial:
-        start, reading = time.monotonic(), CpuReading()
+        started_at, reading = time.monotonic(), CpuReading()
         with (folder / "log").open("wb") as log:
             child = self.start(config, log)
             watch = _MemoryWatch(child.pid)
             try:
                 code = child.wait(timeout)
             finally:
-                seconds = time.monotonic() - start
+                seconds = time.monotonic() - started_at
                 # A trial that the budget ends is killed at once, without grace: its evidence is not used.
                 child.end(patience=0.0 if time.monotonic() >= self.deadline else PATIENCE)
                 peak, taken = watch.stop(), reading.taken()
-        said = (folder / "log").read_text(errors="replace").strip()
-        trial = self._judge(config, folder, code, seconds, peak, said)
+        output = (folder / "log").read_text(errors="replace").strip()
+        trial = self._judge(config, folder, code, seconds, peak, output)
         return replace(trial, taken=taken.share, disturbed=taken.disturbs)
 
     def start(self, config: RunConfig, log: IO[bytes]) -> Child:
@@ -125,52 +125,54 @@ class Trials:
         stdin = None if is_terminal(sys.stdin) else subprocess.DEVNULL
         return start_logged(self.arguments, env, log, stdin)
 
-    def _judge(self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, said: str) -> Trial:
+    def _judge(
+        self, config: RunConfig, folder: Path, code: int | None, seconds: float, peak: int, output: str
+    ) -> Trial:
         assert config.trial is not None
         path = folder / "evidence.json"
         try:
             evidence = read_evidence(path) if path.is_file() else None
         except HastenError as error:  # unreadable evidence is a result too: the trial failed
-            return Trial(config.techniques, config.trial.seed, "crashed", seconds, error.message, log=said[-1000:])
-        outcome, reason = _outcome(code, evidence, said, seconds)
+            return Trial(config.techniques, config.trial.seed, "crashed", seconds, error.message, log=output[-1000:])
+        outcome, reason = _outcome(code, evidence, output, seconds)
         timing = timing_of(evidence, seconds) if evidence is not None and outcome == "ok" else None
         if outcome == "ok" and timing is None:
             outcome, reason = "no training", "it trained for too few steps to be measured"
-        log = _last(said)
+        log = _tail(output)
         return Trial(config.techniques, config.trial.seed, outcome, seconds, reason, evidence, timing, peak, log)
 
 
 def last_lines(log: Path) -> str:
     """Return the last lines of a process's output."""
-    return _last(log.read_text(errors="replace").strip())
+    return _tail(log.read_text(errors="replace").strip())
 
 
-def _last(said: str) -> str:
-    return "\n".join(said.splitlines()[-_LAST_LINES:])
+def _tail(output: str) -> str:
+    return "\n".join(output.splitlines()[-_LAST_LINES:])
 
 
-def _outcome(code: int | None, evidence: Evidence | None, said: str, seconds: float) -> tuple[str, str]:
+def _outcome(code: int | None, evidence: Evidence | None, output: str, seconds: float) -> tuple[str, str]:
     """Return the outcome of a trial's process, and the reason in one line."""
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    last_line = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     if code is None and not (evidence and evidence.ended == "complete"):
         return "timeout", f"not done after {seconds:.0f} s"
     error = evidence.error if evidence else ""
-    if code == -signal.SIGKILL or any(word in error + last for word in OUT_OF_MEMORY):
-        return "out of memory", error or last or "killed by the kernel"
+    if code == -signal.SIGKILL or any(word in error + last_line for word in OUT_OF_MEMORY):
+        return "out of memory", error or last_line or "killed by the kernel"
     if evidence is not None and evidence.bad_losses:
         return "nan", f"{evidence.bad_losses} losses were NaN or infinite"
     if evidence is not None and evidence.ended == "complete":
         return "ok", ""
     if code and evidence is not None and len(evidence.step_start) >= _ENOUGH:
-        if any(word in evidence.error + last for word in _REFUSED):
+        if any(word in evidence.error + last_line for word in _REFUSED):
             # Native code does not see the sandbox's redirected folders. The steps measured before that are valid.
             return (
                 "ok",
-                f"after {len(evidence.step_start)} steps the sandbox refused it a file: {evidence.error or last}",
+                f"after {len(evidence.step_start)} steps the sandbox refused it a file: {evidence.error or last_line}",
             )
     if code:
         name = how_it_ended(code)
-        return "crashed", error or (f"{name}: {last}" if last else name)
+        return "crashed", error or (f"{name}: {last_line}" if last_line else name)
     if evidence is None or not evidence.step_start:
         return "no training", "no training step was seen"
     return "ok", ""
@@ -181,12 +183,12 @@ class _MemoryWatch:
 
     def __init__(self, pid: int) -> None:
         self._peak = 0
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(pid,), daemon=True)
         self._thread.start()
 
     def _watch(self, pid: int) -> None:
-        while not self._over.wait(_POLL):
+        while not self._stopped.wait(_POLL):
             total = 0
             try:
                 root = psutil.Process(pid)
@@ -204,6 +206,6 @@ class _MemoryWatch:
 
     def stop(self) -> int:
         """Stop watching. Return the peak in bytes."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         return self._peak

@@ -27,12 +27,12 @@ from hasten.taps.config import TrialOptions
 from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.budget import TimeSpent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
-from hasten.tuner.found import Claim, QuietMeter, SearchState
-from hasten.tuner.length import length_of, seconds_per_epoch, seen_to_its_end, steps_of
+from hasten.tuner.length import length_of, length_of_finished_run, seconds_per_epoch, steps_of
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
 from hasten.tuner.process_search import search_apart
 from hasten.tuner.proof import Block, Proof, beside_others, in_words
+from hasten.tuner.search_state import Claim, QuietMeter, SearchState
 from hasten.tuner.store import RecalledTraining, applied, drop_again, recall, remember
 from hasten.tuner.training_key import Key, key_of
 from hasten.tuner.trial import Trial, Trials
@@ -112,9 +112,8 @@ class _Tune:
 
     def __init__(self, trials: Trials, options: TuneOptions, say: Say, on_block: OnBlock | None, start: float) -> None:
         self.trials, self.options, self.say, self.on_block = trials, options, say, on_block
-        self.end = start + options.budget - _REPORT * options.started
-        self.start, self.spent = start, TimeSpent(start)
-        self.check_took = 0.0  # seconds of the last check
+        self.deadline = start + options.budget - _REPORT * options.started
+        self.start, self.spent, self.check_took = start, TimeSpent(start), 0.0  # check_took: seconds of the last check
         self.block = block_seconds(options.budget, float("inf"))  # until the training's length is known
         self.notes: list[str] = []
         self.interrupted = self.taken_back = False
@@ -127,23 +126,24 @@ class _Tune:
     def run(self) -> TuneResult:
         self.baseline = self._baseline()
         self.startup, self.step = self.baseline.startup, self.baseline.timing.step
-        self.length = seen_to_its_end(length_of(self.trials.command, self.baseline.timing), self.baseline.evidence)
+        named = length_of(self.trials.command, self.baseline.timing)
+        self.length = length_of_finished_run(named, self.baseline.evidence)
         self.block = block_seconds(self.options.budget, self.length.epochs * seconds_per_epoch(self.baseline.timing))
         self._recall()
-        self.asked = self._applicable(warm=not self._apart())
-        self.found = self._found(warm=not self._apart())
+        self.applicable = self._applicable(warm=not self._why_apart())
+        self.state = self._new_state(warm=not self._why_apart())
         try:
             self._search()
             self._check()
             self._prove()
         except KeyboardInterrupt:
             self.interrupted = True
-            if not self.found.chosen and not self.taken_back:
-                self.found.chosen = self.found.course.chosen()
+            if not self.state.chosen and not self.taken_back:
+                self.state.chosen = self.state.course.chosen()
             self.notes.append("stopped by Ctrl-C: the plan is the best found until then")
             self.say("stopped; keeping the best so far")
         proof = proof_of(self._measurements())
-        if self.key is not None and (trouble := remember(*self.key, self.found, proof)):
+        if self.key is not None and (trouble := remember(*self.key, self.state, proof)):
             self.say(trouble)
         return TuneResult(plan_of(proof), proof, self.interrupted)
 
@@ -151,15 +151,15 @@ class _Tune:
 
     def _baseline(self) -> Baseline:
         """Run the unchanged script for a shortened pass. Return its evidence and timing."""
-        self.spent.on("the script as it is")
+        self.spent.begin("the script as it is")
         self.say("running the script as it is")
         baseline = run_baseline(self.trials, self.options.budget)
-        self.trials.deadline = self.end
+        self.trials.deadline = self.deadline
         self.notes += baseline.notes
         self.say(f"a step takes {baseline.timing.step * 1e3:.1f} ms; it starts in {baseline.startup:.0f} s")
         return baseline
 
-    def _apart(self) -> str:
+    def _why_apart(self) -> str:
         """Return why this command cannot be tuned in one process; "" if it may be possible."""
         if self.options.processes:
             return "asked for"
@@ -169,8 +169,8 @@ class _Tune:
 
     def _applicable(self, warm: bool) -> Applicable:
         only, epochs = self.options.only, self.length.epochs
-        asked = applicable(self.baseline.evidence, only=only, warm=warm, epochs=epochs)
-        return dataclasses.replace(asked, candidates=applied(asked.candidates, self.recalled))
+        result = applicable(self.baseline.evidence, only=only, warm=warm, epochs=epochs)
+        return dataclasses.replace(result, candidates=applied(result.candidates, self.recalled))
 
     def _recall(self) -> None:
         """Look up what an earlier tune of this training learned."""
@@ -179,43 +179,43 @@ class _Tune:
         self.key = self.options.store, key_of(self.trials.command, self.baseline.evidence)
         self.recalled = recall(*self.key)
         if self.recalled is not None:
-            self.say(self.recalled.said)
-            self.notes.append(self.recalled.said)
+            self.say(self.recalled.message)
+            self.notes.append(self.recalled.message)
 
-    def _found(self, warm: bool) -> SearchState:
+    def _new_state(self, warm: bool) -> SearchState:
         share = validation_share(self.baseline.evidence) if warm else 0.0
         prior = self.recalled.prior if self.recalled is not None else None
-        course = Course(self.asked.candidates, self.options.order, False, share, live=warm, prior=prior)
+        course = Course(self.applicable.candidates, self.options.order, False, share, live=warm, prior=prior)
         drop_again(course, self.recalled)
         return SearchState(course, warm)
 
     # -- the search ----------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        if not self.asked.candidates:
+        if not self.applicable.candidates:
             self.say("no technique applies to this training")
             return
-        if (left := self.end - time.monotonic()) < self.startup + self.block:
-            took, rest = f"{self.startup:.0f} s", f"{max(0.0, left):.0f} s"
-            self.say(f"no time is left for a search: {rest}, and the script takes {took} before it trains")
-            self.found.would_ask.append(f"what helps at all: {rest} were left for a script that starts in {took}")
+        if (seconds_left := self.deadline - time.monotonic()) < self.startup + self.block:
+            took, left = f"{self.startup:.0f} s", f"{max(0.0, seconds_left):.0f} s"
+            self.say(f"no time is left for a search: {left}, and the script takes {took} before it trains")
+            self.state.would_ask.append(f"what helps at all: {left} were left for a script that starts in {took}")
             return
-        self.spent.on("search")
-        if why := self._apart():
+        self.spent.begin("search")
+        if why := self._why_apart():
             self._search_apart(why)
         else:
             self._search_online()
-        self.say(f"chosen: {', '.join(self.found.plan()) or 'nothing'}")
-        if (claimed := self.found.claimed()) is not None:
+        self.say(f"chosen: {', '.join(self.state.plan()) or 'nothing'}")
+        if (claimed := self.state.claimed()) is not None:
             self.say(f"measured in turn: {in_words(claimed.speedup)}{beside_others(claimed.disturbed)}")
 
     def _search_online(self) -> None:
         online = self._online()
         searched = online.search()
-        self.length = seen_to_its_end(self.length, online.ended)
+        self.length = length_of_finished_run(self.length, online.finished_run)
         if not searched:
-            self.asked = self._applicable(warm=False)
-            self.found = dataclasses.replace(self._found(warm=False), blocks=self.found.blocks)
+            self.applicable = self._applicable(warm=False)
+            self.state = dataclasses.replace(self._new_state(warm=False), blocks=self.state.blocks)
             self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
 
     def _search_apart(self, why: str) -> None:
@@ -224,14 +224,15 @@ class _Tune:
         )
         self.say(f"measuring in separate processes: {why}")
         steps = steps_of(self.length, self.baseline.timing)
-        search_apart(self.trials, self.found, self.baseline.trial, steps, self._search_end(), self.say, self._told)
+        until, trial = self._search_end(), self.baseline.trial
+        search_apart(self.trials, self.state, trial, steps, until, self.say, self._report_block)
 
     def _online(self) -> OnlineSearch:
         """Return the search in one running process, with its time and the claim's."""
         until = self._search_end()
         claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
         options = OnlineOptions(
-            candidates=self.asked.candidates,
+            candidates=self.applicable.candidates,
             results="",
             search_until=until - claim,
             claim_until=until,
@@ -242,27 +243,27 @@ class _Tune:
             early_ends=min(3, self.length.epochs - 1),
             prior=self.recalled.prior if self.recalled is not None else None,
         )
-        return OnlineSearch(self.trials, self.found, options, self.startup, self.say, self._told, self.step)
+        return OnlineSearch(self.trials, self.state, options, self.startup, self.say, self._report_block, self.step)
 
-    def _told(self, block: MeasuredBlock) -> None:
+    def _report_block(self, block: MeasuredBlock) -> None:
         if self.on_block is not None:
-            self.on_block(block_of(block, self.found, self.start), self.found.claimed())
+            self.on_block(block_of(block, self.state, self.start), self.state.claimed())
 
     def _search_end(self) -> float:
         """Return when the search must end so that check and proof fit after it; if not all fits, it comes first."""
-        aside = _HEADROOM * (self._check_seconds() + self._pair_seconds())
-        left = self.end - time.monotonic() - self.startup
-        if left - aside < _SHORTEST_SEARCH:
-            aside = self._check_seconds()
-        if left - aside < _SHORTEST_SEARCH:
-            aside = 0.0
-        return self.end - aside
+        reserved = _HEADROOM * (self._check_seconds() + self._pair_seconds())
+        seconds_left = self.deadline - time.monotonic() - self.startup
+        if seconds_left - reserved < _SHORTEST_SEARCH:
+            reserved = self._check_seconds()
+        if seconds_left - reserved < _SHORTEST_SEARCH:
+            reserved = 0.0
+        return self.deadline - reserved
 
     def _check_seconds(self) -> float:
         return check_seconds(self.options.budget, self.step, self.startup)
 
     def _pair_seconds(self) -> float:
-        trained, claim = self.baseline.trial.seconds - self.startup, self.found.claim()
+        trained, claim = self.baseline.trial.seconds - self.startup, self.state.claim()
         sides = 1 + 1 / max(1.0, claim.ratio if claim is not None else 1.0)
         return 2 * self.startup + 0.75 * sides * self.trials.options.epochs * trained + 1
 
@@ -274,40 +275,40 @@ class _Tune:
             batches=checked_steps(self.options.budget, self.step),
             epochs=checked_passes(self.step),
             seconds=60.0 + 6 * self.baseline.trial.seconds,
-            until=self.end,
+            until=self.deadline,
             brief=self.options.budget < _LONG,
             threads=self.baseline.evidence.flags.threads,
         )
-        found = self.found
+        state = self.state
         for _ in range(_CHECKS):
-            if not found.chosen:
+            if not state.chosen:
                 return
-            began = time.monotonic()
-            if self.end - began < (self.check_took or 0.5 * self._check_seconds()):
-                found.would_ask.append("the check, step by step, whether the plan changes the training")
+            started_at = time.monotonic()
+            if self.deadline - started_at < (self.check_took or 0.5 * self._check_seconds()):
+                state.would_ask.append("the check, step by step, whether the plan changes the training")
                 return
-            self.spent.on("check")
-            self.say(f"checking {', '.join(found.plan())} step by step")
+            self.spent.begin("check")
+            self.say(f"checking {', '.join(state.plan())} step by step")
             try:
                 checked = check(
-                    self.trials.arguments, self.trials.command, found.plan(), options, self.say, self.trials.scratch
+                    self.trials.arguments, self.trials.command, state.plan(), options, self.say, self.trials.scratch
                 )
             except HastenError as error:  # the script trains, but fails or does not train in the check's short runs
-                if time.monotonic() >= self.end:
-                    found.would_ask.append("the check, step by step, which took longer than the budget")
+                if time.monotonic() >= self.deadline:
+                    state.would_ask.append("the check, step by step, which took longer than the budget")
                     return
                 self.notes.append(f"the plan was not checked step by step: {error.message.splitlines()[0]}")
                 return
-            self.checked, self.check_took = checked, time.monotonic() - began
+            self.checked, self.check_took = checked, time.monotonic() - started_at
             if checked.ok is not False:
                 return
-            first = checked.first
-            assert first is not None
-            names = list(checked.culprits) or list(found.plan())
-            why = f"it changes more than it may: {first.place}: {first.what}: {first.how}"
+            difference = checked.first
+            assert difference is not None
+            names = list(checked.culprits) or list(state.plan())
+            why = f"it changes more than it may: {difference.place}: {difference.what}: {difference.how}"
             self._take_back(names, why, lasting=bool(checked.culprits))
         self.checked = None
-        if found.chosen:
+        if state.chosen:
             self.notes.append("the rest of the plan was not checked: three checks had taken parts of it back")
 
     # -- the proof -------------------------------------------------------------------------------------------
@@ -315,64 +316,64 @@ class _Tune:
     def _prove(self) -> None:
         """Measure the plan in fresh processes, and take back what they do not confirm."""
         self._claim_where_missing()
-        if not trouble_of(self.found, self.pairs, self.length):
-            self._in_turn()
-        if not (trouble := trouble_of(self.found, self.pairs, self.length)):
+        if not trouble_of(self.state, self.pairs, self.length):
+            self._measure_pairs()
+        if not (trouble := trouble_of(self.state, self.pairs, self.length)):
             return
         self._take_back(list(trouble.blamed), trouble.reason)
         self.pairs = []
         self._check()
         self._claim_where_missing()
-        self._in_turn()
-        if again := trouble_of(self.found, self.pairs, self.length):
-            self._take_back(list(self.found.plan()), again.reason)
+        self._measure_pairs()
+        if remaining := trouble_of(self.state, self.pairs, self.length):
+            self._take_back(list(self.state.plan()), remaining.reason)
             self.pairs = []
 
     def _claim_where_missing(self) -> None:
         """Measure the claim, if the search ended before it or parts of the plan were taken back since."""
-        if not self.found.sides():
-            again = "once more, without what was taken back"
-            self._claim_apart(again if self.taken_back else "against the script as it is, in turn")
+        if not self.state.claim_pairs():
+            how = "once more, without what was taken back"
+            self._claim_apart(how if self.taken_back else "against the script as it is, in turn")
 
     def _claim_apart(self, how: str) -> None:
         """Measure the claim in a new process, if there is time."""
-        found = self.found
-        if not found.chosen or not found.warm:
+        state = self.state
+        if not state.chosen or not state.warm:
             return
-        seconds = min(20.0, self.end - time.monotonic() - self.startup)
+        seconds = min(20.0, self.deadline - time.monotonic() - self.startup)
         if seconds > _SHORTEST_SEARCH / 2:
-            self.spent.on("measuring in turn")
-            self.say(f"measuring {', '.join(found.plan())} {how}")
-            options = OnlineOptions(self.asked.candidates, "", 0.0, 0.0, block_seconds=self.block)
-            online = OnlineSearch(self.trials, found, options, self.startup, self.say, self._told)
+            self.spent.begin("measuring in turn")
+            self.say(f"measuring {', '.join(state.plan())} {how}")
+            options = OnlineOptions(self.applicable.candidates, "", 0.0, 0.0, block_seconds=self.block)
+            online = OnlineSearch(self.trials, state, options, self.startup, self.say, self._report_block)
             online.claim(time.monotonic() + self.startup + seconds)
 
-    def _in_turn(self) -> None:
+    def _measure_pairs(self) -> None:
         """Run baseline and plan in turn in fresh processes (A B B A), each pair with its own seed."""
-        each = self._pair_seconds()
+        pair_seconds = self._pair_seconds()
         for seed in range(self.options.seeds):
-            if not self.found.chosen:
+            if not self.state.chosen:
                 return
-            if time.monotonic() + each > self.end:
+            if time.monotonic() + pair_seconds > self.deadline:
                 if not seed:
-                    self.found.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
+                    self.state.would_ask.append("a pair of fresh processes: start-up, first epoch, losses")
                 return
-            self.spent.on("fresh processes")
-            began = time.monotonic()
-            sides = [{}, self.found.plan()]
+            self.spent.begin("fresh processes")
+            started_at = time.monotonic()
+            plans = [{}, self.state.plan()]
             first, second = (
                 self.trials.run(plan, seed, timeout=180 + 6 * self.baseline.trial.seconds)
-                for plan in sides[:: -1 if seed % 2 else 1]
+                for plan in plans[:: -1 if seed % 2 else 1]
             )
-            if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.end:
-                self.found.would_ask.append("a pair of fresh processes: it took longer than the budget")
+            if "timeout" in (first.outcome, second.outcome) and time.monotonic() >= self.deadline:
+                self.state.would_ask.append("a pair of fresh processes: it took longer than the budget")
                 return
             a, b = (second, first) if seed % 2 else (first, second)
             self.pairs.append((a, b))
-            each = time.monotonic() - began
+            pair_seconds = time.monotonic() - started_at
             if a.timing and b.timing:
                 self.say(f"fresh processes: {a.timing.step * 1e3:.1f} ms -> {b.timing.step * 1e3:.1f} ms a step")
-            if not seed and self.found.claim() is not None and self.found.disturbed() is not None:
+            if not seed and self.state.claim() is not None and self.state.disturbed() is not None:
                 self._claim_apart("once more, since others disturbed it: they may be gone by now")
 
     def _take_back(self, names: list[str], reason: str, lasting: bool = False) -> None:
@@ -380,12 +381,12 @@ class _Tune:
         self.notes.append(f"taken back: {', '.join(names)}: {reason}")
         self.taken_back = True
         self.checked = None  # the check was of the former plan
-        self.found.drop(names, reason, lasting)
+        self.state.drop(names, reason, lasting)
 
     def _measurements(self) -> Measurements:
         return Measurements(
-            found=self.found,
-            asked=self.asked,
+            state=self.state,
+            applicable=self.applicable,
             trials=self.trials,
             baseline=self.baseline,
             pairs=self.pairs,
@@ -394,6 +395,6 @@ class _Tune:
             start=self.start,
             budget=self.options.budget,
             spent=self.spent.seconds(),
-            notes=[*self.notes, *self.found.notes],
-            noise=self.quiet.noise(self.found),
+            notes=[*self.notes, *self.state.notes],
+            noise=self.quiet.noise(self.state),
         )

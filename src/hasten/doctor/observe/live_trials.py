@@ -137,7 +137,7 @@ class LiveTrials:
             return
         started = self._recorder.now()
         if block.step(self._recorder, max(0, self._recorder.current.batches), 0, self._last_pass):
-            measured = block.over()
+            measured = block.finish()
             self._next((measured.step_seconds, measured.steps))
         if self._open is not None:
             self._open.between = self._recorder.now() - started

@@ -89,7 +89,7 @@ class Replicas:
     def built(self, module: Any, place: str) -> None:
         """Watch a new module; with the first one, start listening to backwards and optimizer steps."""
         # Read now: by the end of the run the process group may be destroyed.
-        self._session.run.seen["distributed"] = max(module.process_group.size(), 1)
+        self._session.run.facts["distributed"] = max(module.process_group.size(), 1)
         recorder = self._session.run.recorder
         if not self._replicas and recorder is not None:
             from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -92,13 +92,13 @@ class ActivationBudget:
 
 def _recomputed_draw(node_info: Any, saved: list[Any]) -> str:
     """Return the name of a random operator of the forward that the backward would run again; "" if there is none."""
-    saved_nodes, seen = set(saved), set()
+    saved_nodes, visited = set(saved), set()
     queue = list(node_info.required_bw_nodes)  # walk from the backward's nodes to inputs; saved values end the walk
     while queue:
         node = queue.pop()
-        if node in seen or node in saved_nodes:
+        if node in visited or node in saved_nodes:
             continue
-        seen.add(node)
+        visited.add(node)
         if draws(node.target) and node_info.is_required_fw(node):
             return str(node.target)
         queue += node.all_input_nodes

@@ -66,7 +66,7 @@ class ChannelsLast(Technique):
         if not LAYOUT.weights:
             tensors += tensors_in(args)
         if any(map(lies_last, tensors)):
-            self._let_go("the script lays out its images channels last itself")
+            self._give_up("the script lays out its images channels last itself")
             return
         if why := why_it_shows(model):
             self.refused(why)
@@ -94,7 +94,7 @@ class ChannelsLast(Technique):
     def off(self) -> None:
         """Stop converting. Weights, gradients and states never changed their layout, so nothing needs undoing."""
         super().off()
-        self.over()
+        self.teardown()
 
     def _lay_out(self, model: Any) -> None:
         from torch.nn import Parameter, UninitializedParameter
@@ -103,7 +103,7 @@ class ChannelsLast(Technique):
 
         if self.active and not self._why_given_up:
             weights = [getattr(layer, "weight", None) for layer in convolutions(model)]
-            LAYOUT.add([own for own in weights if type(own) in (Parameter, UninitializedParameter)], self._let_go)
+            LAYOUT.add([own for own in weights if type(own) in (Parameter, UninitializedParameter)], self._give_up)
 
     def forward(self, call: Call) -> Call:
         """Return a model's outputs to the script with the layout that they have without the technique."""
@@ -116,13 +116,13 @@ class ChannelsLast(Technique):
 
         return laid_out
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop laying out the model's convolutions."""
         from hasten.techniques.compute.images_last import LAYOUT
 
         LAYOUT.clear()
 
-    def _let_go(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         """Give up for the rest of the process, and tell the user once."""
         from hasten.techniques.compute.images_last import LAYOUT
 

@@ -149,7 +149,7 @@ class Compile(Technique):
         """Run all models uncompiled from here on, and tell the user."""
         if not self._given_up:
             self._given_up = True
-            self.let_go(f"{why}, which compiled graphs cannot do")
+            self.gave_up(f"{why}, which compiled graphs cannot do")
             self.off()
 
     def on(self) -> None:

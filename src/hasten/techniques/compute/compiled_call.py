@@ -37,11 +37,11 @@ class _ThreadState(threading.local):
 
     Attributes:
         compiles: Whether this is the thread that set up torch's compiler, whose settings hold for one thread only.
-        told: Whether the user was told that this thread's calls are not compiled.
+        reported: Whether the user was told that this thread's calls are not compiled.
     """
 
     compiles = False
-    told = False
+    reported = False
 
 
 class CompiledCall:
@@ -79,10 +79,10 @@ class CompiledCall:
         self._thread = _ThreadState()
         self._thread.compiles = True
         self._inspected: set[type] = set()  # types of outputs whose graphs were inspected
-        self._due = True  # whether the next forward with a graph is to be inspected
+        self._must_inspect = True  # whether the next forward with a graph is to be inspected
         # Without a graph, nn.TransformerEncoder's fast path packs padded sequences and returns zeros for padding;
         # compiled code does not.
-        self._keeps_padding = any(isinstance(part, nn.TransformerEncoder) for part in model.modules())
+        self._keeps_padding = any(isinstance(submodule, nn.TransformerEncoder) for submodule in model.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -97,7 +97,7 @@ class CompiledCall:
             return self._call_plain_in_thread(args, kwargs)
         if _is_observed() or any(map(_is_unsupported, args)) or any(map(_is_unsupported, kwargs.values())):
             return model._call_impl(*args, **kwargs)
-        if self._due and any(parameter.requires_grad for parameter in model.parameters()):
+        if self._must_inspect and any(parameter.requires_grad for parameter in model.parameters()):
             return self._inspect(model, args, kwargs)
         if self._keeps_padding and not model.training and not torch.is_grad_enabled():
             return model._call_impl(*args, **kwargs)
@@ -106,13 +106,13 @@ class CompiledCall:
         # Dynamo's counter grows when this call compiled another graph, such as for another branch or shape.
         is_new = type(outputs) not in self._inspected or counters["stats"]["unique_graphs"] != graphs
         if is_new and torch.is_grad_enabled():
-            self._due = True
+            self._must_inspect = True
         return outputs
 
     def _call_plain_in_thread(self, args: Any, kwargs: Any) -> Any:
         """Run a forward plain in another thread than the one that compiles, and tell the user once per thread."""
-        if not self._thread.told:
-            self._thread.told = True
+        if not self._thread.reported:
+            self._thread.reported = True
             self._decline("forwards in threads other than that of the first forward are not compiled")
         return self._model._call_impl(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class CompiledCall:
             outputs = model._call_impl(*args, **kwargs)
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):
             self._inspected.add(type(outputs))
-            self._due = False
+            self._must_inspect = False
             if why := _REENTRANT if reentrant else why_not(model, outputs):
                 self.compiled = None
                 self._refuse(why)
@@ -226,13 +226,13 @@ def _kept_by(model: nn.Module) -> Iterator[Tensor]:
 
 def _parameters_behind(graph: Graph) -> frozenset[int]:
     """Return the ids of the leaf tensors that a gradient at this graph node reaches."""
-    leaves, seen, queue = set(), {graph}, [graph]
+    leaves, visited, queue = set(), {graph}, [graph]
     while queue:
         node = queue.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.add(id(leaf))
         for inner, _ in node.next_functions:
-            if inner is not None and inner not in seen:
-                seen.add(inner)
+            if inner is not None and inner not in visited:
+                visited.add(inner)
                 queue.append(inner)
     return frozenset(leaves)

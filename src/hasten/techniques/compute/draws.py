@@ -17,16 +17,16 @@ class RandomOperators:
 
     def __init__(self, listed: Container[Any]) -> None:
         self._listed = listed
-        self._known: dict[Any, bool] = {}
+        self._answers: dict[Any, bool] = {}
 
     def __contains__(self, operator: Any) -> bool:
         """Return whether any overload of an operator (`torch.ops.aten.randn_like`) draws random numbers."""
-        if operator not in self._known:
+        if operator not in self._answers:
             overloads = operator.overloads() if hasattr(operator, "overloads") else ()
-            self._known[operator] = operator in self._listed or any(
+            self._answers[operator] = operator in self._listed or any(
                 draws(getattr(operator, name)) for name in overloads
             )
-        return self._known[operator]
+        return self._answers[operator]
 
 
 def draws(operator: Any) -> bool:

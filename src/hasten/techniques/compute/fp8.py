@@ -76,9 +76,9 @@ class Fp8(CudaOnly):
         try:
             self.prepare(model)
         except HastenError as error:
-            self.let_go(error.message)
+            self.gave_up(error.message)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Turn the layers back into plain `nn.Linear`."""
         import torch
 

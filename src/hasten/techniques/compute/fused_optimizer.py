@@ -70,7 +70,7 @@ class FusedOptimizer(Technique):
         super().off()
         leave_updates(self._optimizers)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Hand the updates back to torch, restore its functions, and forget the optimizers."""
         from hasten.techniques.compute.fused_update import leave_updates
 

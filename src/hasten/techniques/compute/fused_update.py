@@ -33,7 +33,7 @@ class _Gathered(threading.local):
 
 _gathered = _Gathered()
 _fusing: dict[ModuleType, weakref.WeakSet[Any]] = {}  # fused optimizers, by the module whose function updates them
-_ours: dict[ModuleType, Any] = {}  # our wrapper of each module's function
+_wrappers: dict[ModuleType, Any] = {}  # our wrapper of each module's function
 
 
 def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
@@ -71,8 +71,8 @@ def fuse_updates(optimizer: Any, leaves: Callable[[str], None]) -> None:
         return kind._init_group(owner, group, params, *lists)
 
     if not hasattr(getattr(module, name), "hands_on"):
-        _ours[module] = _handing_on(getattr(module, name))
-        setattr(module, name, _ours[module])
+        _wrappers[module] = _handing_on(getattr(module, name))
+        setattr(module, name, _wrappers[module])
     gather.fuses = True  # type: ignore[attr-defined]
     optimizer._init_group = gather  # `Optimizer.__getstate__` leaves it out of pickles and copies
     _fusing.setdefault(module, weakref.WeakSet()).add(optimizer)
@@ -88,7 +88,7 @@ def leave_updates(optimizers: Iterable[Any]) -> None:
     for module, fusing in _fusing.items():
         name = _name(module)
         function = getattr(module, name)
-        if not fusing and function is _ours[module]:  # else somebody has wrapped ours since: leave their wrapper
+        if not fusing and function is _wrappers[module]:  # else somebody has wrapped ours since: leave their wrapper
             setattr(module, name, function.__wrapped__)
 
 

@@ -19,14 +19,14 @@ _waiting: dict[int, Callable[[bool], None]] = {}
 
 
 class GradientReads:
-    """Calls `told(clips)` once, before the first read of any tensor's `.grad` after `expect`.
+    """Calls `report(clips)` once, before the first read of any tensor's `.grad` after `expect`.
 
     Args:
-        told: Receives whether the reader is torch's own gradient clipping instead of the script.
+        report: Receives whether the reader is torch's own gradient clipping instead of the script.
     """
 
-    def __init__(self, told: Callable[[bool], None]) -> None:
-        self._told = told
+    def __init__(self, report: Callable[[bool], None]) -> None:
+        self._report = report
 
     def watch(self) -> None:
         """Start watching. Each read then takes 0.08 us longer."""
@@ -43,9 +43,9 @@ class GradientReads:
                 _put_back()
 
     def expect(self) -> None:
-        """Call `told` at the next read."""
+        """Call `report` at the next read."""
         if id(self) in _users:
-            _waiting[id(self)] = self._told
+            _waiting[id(self)] = self._report
 
     def settle(self) -> None:
         """Ignore reads until the next `expect`."""
@@ -56,11 +56,11 @@ def _put_in_place() -> None:
     import torch
 
     plain: Any = torch.Tensor.grad
-    get, here = plain.__get__, sys._getframe
+    get, get_frame = plain.__get__, sys._getframe
 
     def grad(self: Any) -> Any:
         if _waiting:
-            _tell(here(1).f_globals.get("__name__") or "")
+            _report_read(get_frame(1).f_globals.get("__name__") or "")
         return get(self)
 
     torch.Tensor.grad = property(grad, plain.__set__, plain.__delete__, plain.__doc__)  # type: ignore[assignment]
@@ -73,9 +73,9 @@ def _put_back() -> None:
     del torch.Tensor.grad
 
 
-def _tell(module: str) -> None:
+def _report_read(module: str) -> None:
     if module.startswith(_KEEP_NOTHING):
         return
-    for key, told in list(_waiting.items()):
+    for key, report in list(_waiting.items()):
         _waiting.pop(key, None)
-        told(module.startswith(_CLIPS))
+        report(module.startswith(_CLIPS))

@@ -75,18 +75,18 @@ class Layout:
 
     def __init__(self) -> None:
         self.weights: dict[int, weakref.ref[Any]] = {}
-        self.let_go: Callable[[str], None] = lambda why: None
+        self.give_up: Callable[[str], None] = lambda why: None
         self.acts = False
         self._convolutions: list[ReplacedFunction] = []
         self._others: list[ReplacedFunction] = []
 
-    def add(self, weights: list[Any], let_go: Callable[[str], None]) -> None:
-        """Convert the inputs of convolutions with these weights; call `let_go` with the reason once that is unsafe."""
+    def add(self, weights: list[Any], give_up: Callable[[str], None]) -> None:
+        """Convert the inputs of convolutions with these weights; call `give_up` with the reason once that is unsafe."""
         if not self._convolutions:
             self._convolutions, self._others = _functions_of(self, _PLACES[:1]), _functions_of(self, _PLACES[1:])
         for function in self._convolutions:
             function.put_in_place()
-        self.let_go = let_go
+        self.give_up = give_up
         for weight in weights:
             key = id(weight)
             self.weights[key] = weakref.ref(weight, lambda _, key=key: self.weights.pop(key, None))  # type: ignore[misc]
@@ -260,7 +260,7 @@ def _drawing(layout: Layout, plain: Any) -> Any:
             # Only 4-D tensors can be recognized as channels last. A 3-D or 5-D tensor made from such activations (a sum
             # over a dimension, a stack) may have inherited their order, or have these strides in a plain run too.
             if args[0].dim() in (3, 5) and args[0]._base is None:
-                layout.let_go("random numbers are drawn for a tensor whose plain memory format is not known")
+                layout.give_up("random numbers are drawn for a tensor whose plain memory format is not known")
         return plain(*args, **options)
 
     return draw

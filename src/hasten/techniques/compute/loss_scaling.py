@@ -22,22 +22,22 @@ class LossScaler:
     gradients inside a backward, which are scaled, or takes them from elsewhere, nothing is scaled any more.
 
     Args:
-        let_go: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
+        give_up: Called with the reason once nothing may be scaled, nor computed in fp16, any more.
         dropped: Called when gradients that overflowed were dropped by the script, with no step made of them.
 
     Attributes:
         scale: What a loss is multiplied by.
-        gone: Why nothing is scaled any more; "" while it is.
+        stop_reason: Why nothing is scaled any more; "" while it is.
         paused: Whether nothing is scaled for now, so that no step can have overflowed.
     """
 
     def __init__(
-        self, let_go: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
+        self, give_up: Callable[[str], None] = lambda why: None, dropped: Callable[[], None] = lambda: None
     ) -> None:
         self.scale = 2.0**15
-        self.gone = ""
+        self.stop_reason = ""
         self.paused = False
-        self._let_go = let_go
+        self._give_up = give_up
         self._dropped = dropped
         self._unasked = 0  # backwards since an optimizer last asked
         self._clean_steps = 0
@@ -52,16 +52,16 @@ class LossScaler:
 
     def leave(self, why: str) -> None:
         """Scale nothing from here on. Of the next backward, whose forward may be in fp16, overflows still count."""
-        if not self.gone:
-            self.gone = why
-            self._let_go(why)
+        if not self.stop_reason:
+            self.stop_reason = why
+            self._give_up(why)
 
     def backward(self, call: Call, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """`call`, which is `torch.autograd.backward` or wraps it, on the scaled loss."""
         import torch
 
         # A backward inside a backward (a reentrant checkpoint) has a scaled gradient already.
-        if self._inside or (self.gone and not self._in_flight):
+        if self._inside or (self.stop_reason and not self._in_flight):
             call(tensors, *args, **kwargs)
             return
         single = isinstance(tensors, torch.Tensor)
@@ -69,9 +69,9 @@ class LossScaler:
         leaves, function = _leaves(roots)
         self._forwards = 0
         self._look_for_dropped()
-        if not self.gone and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
+        if not self.stop_reason and (why := function or _reason(leaves, args, kwargs) or self._unguarded(leaves)):
             self.leave(why)
-        if self.gone:
+        if self.stop_reason:
             self._in_flight = False
             call(tensors, *args, **kwargs)
             if not _create_graph(args, kwargs):
@@ -110,7 +110,12 @@ class LossScaler:
         self._read = self._read or not harmless
         if self._overflows is None or int(self._overflows.item()) <= self._adapted:
             return
-        stepped = [one for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]]
+        stepped = [
+            parameter
+            for optimizer in self._answered
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         for gradient in _gradients(stepped):
             gradient.nan_to_num_(0.0, 0.0, 0.0)
         if not harmless:
@@ -141,7 +146,10 @@ class LossScaler:
         infinite gradient would be taken for a true one. So would an input's, of which an adversarial example is made.
         """
         stepped = {
-            id(one) for optimizer in self._answered for group in optimizer.param_groups for one in group["params"]
+            id(parameter)
+            for optimizer in self._answered
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         count = sum(id(leaf) not in stepped for leaf in leaves)
         if not count:
@@ -154,13 +162,13 @@ class LossScaler:
         (`if not norm.isfinite(): optimizer.zero_grad(); continue`) With the same scale the next would overflow too.
         """
         self._unasked += 1
-        if self.gone or self._unasked == 1 or self._overflows is None:
+        if self.stop_reason or self._unasked == 1 or self._overflows is None:
             return
         nothing_left = all(
-            one.grad is None
+            parameter.grad is None
             for optimizer in self._answered
             for group in optimizer.param_groups
-            for one in group["params"]
+            for parameter in group["params"]
         )
         if not nothing_left and self._unasked % _UNASKED:
             return
@@ -183,7 +191,7 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many steps it has held; for between two steps."""
         state: dict[str, Any] = {"scale": self.scale, "clean_steps": self._clean_steps}
-        return {**state, "gone": self.gone} if self.gone else state
+        return {**state, "gone": self.stop_reason} if self.stop_reason else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, with no overflow that awaits its step."""
@@ -262,21 +270,21 @@ def _are_watched(leaf: Any) -> bool:
 
 def _leaves(roots: list[Any]) -> tuple[list[Any], str]:
     """The leaf tensors that a backward from `roots` accumulates into, and who of the script's own looks on."""
-    found: dict[int, Any] = {}
-    own = ""
-    seen, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
+    leaves: dict[int, Any] = {}
+    onlooker = ""
+    visited, queue = set(), [root.grad_fn for root in roots if root.grad_fn is not None]
     while queue:
         node = queue.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         elif type(node) not in _fine:
             if name := own_function(node):
-                own = own or f"the backward of {name} sees its gradient"
+                onlooker = onlooker or f"the backward of {name} sees its gradient"
             else:
                 _fine.add(type(node))
         queue += [following for following, _ in node.next_functions]
-    return list(found.values()), own
+    return list(leaves.values()), onlooker

@@ -77,16 +77,16 @@ class Precision(Technique):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._scaler = LossScaler(self.let_go, self._dropped) if setting == "16-mixed" else None
+        self._scaler = LossScaler(self.gave_up, self._dropped) if setting == "16-mixed" else None
         self._converted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._wides: list[Float32Draws] = []
-        self._gone = ""  # why no forward is cast any more
+        self._stop_reason = ""  # why no forward is cast any more
         self._scripts_own = False  # whether the script was seen under its own autocast, whose draws are in 16 bits
 
     @property
     def drops_overflows(self) -> bool:
         """Whether steps whose gradients are not finite are dropped here: in fp16, until something speaks against it."""
-        return self._scaler is not None and not self._scaler.gone
+        return self._scaler is not None and not self._scaler.stop_reason
 
     @classmethod
     def liveness_of(cls, setting: Setting) -> Liveness:
@@ -143,7 +143,7 @@ class Precision(Technique):
         if self._scaler is not None:
             self._scaler.reads.leave()
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Put torch's own ways to draw random numbers back."""
         while self._wides:
             self._wides.pop().leave()
@@ -151,8 +151,8 @@ class Precision(Technique):
     def on(self) -> None:
         """Cast from the next forward on; the scale is the one it was switched off with."""
         super().on()
-        if gone := self._gone or (self._scaler is not None and self._scaler.gone):
-            raise HastenError(gone)
+        if stop_reason := self._stop_reason or (self._scaler is not None and self._scaler.stop_reason):
+            raise HastenError(stop_reason)
         if self._scaler is not None:
             self.process()
             self._scaler.resume()
@@ -199,7 +199,7 @@ class Precision(Technique):
             self.prepare(model)
         elif self.setting in _TRUE:
             kind = _TRUE[str(self.setting)]
-            self.let_go(
+            self.gave_up(
                 f'"{self.setting}" is for the Trainer: a script\'s own averages, shared weights and files would not '
                 f"follow its model into {kind}; call model.to(torch.{kind}) in the script"
             )
@@ -250,7 +250,7 @@ class Precision(Technique):
                 kinds[module] = kind
                 if kind:
                     self.did("model")
-            if kind not in contexts or self._gone or (scaler is not None and scaler.gone):
+            if kind not in contexts or self._stop_reason or (scaler is not None and scaler.stop_reason):
                 return call(module, args, kwargs)
             if enabled(kind):  # the script's own: its outputs and draws are in 16 bits already
                 self._under_autocast(kind)
@@ -286,16 +286,16 @@ class Precision(Technique):
             f'hasten: precision = "{self.setting}" ran this forward under autocast, where layers give {dtype}, which '
             "may not have been taken. Take precision out of the plan, or cast in the forward (`.float()`)"
         )
-        self._gone = f"a forward ended in an error with tensors in {dtype}"
-        self.failed(self._gone)
+        self._stop_reason = f"a forward ended in an error with tensors in {dtype}"
+        self.failed(self._stop_reason)
         if self._scaler is None:
-            self.let_go(self._gone)
+            self.gave_up(self._stop_reason)
         else:
-            self._leave(self._gone)
+            self._leave(self._stop_reason)
 
     def _look_at(self, output: Any) -> None:
         """Training forwards that no backward follows: a script may leave out steps whose loss is not finite."""
-        if not all(bool(one.isfinite().all()) for one in tensors_in(output)):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors_in(output)):
             self._leave("numbers overflow in fp16 in the forward, and no backward follows")
 
     def _under_autocast(self, kind: str) -> None:
@@ -361,14 +361,14 @@ class Precision(Technique):
 
 def _first_device(args: tuple[Any, ...]) -> str:
     """Where the first tensor among arguments is; "" where there is none."""
-    seen: list[str] = []
+    device_types: list[str] = []
 
-    def see(part: Any) -> Any:
-        seen.append(part.device.type)
-        return part
+    def see(tensor: Any) -> Any:
+        device_types.append(tensor.device.type)
+        return tensor
 
     map_tensors(see, args)
-    return seen[0] if seen else ""
+    return device_types[0] if device_types else ""
 
 
 def device_to_cast(module: Any, torch: Any) -> str:
@@ -377,4 +377,4 @@ def device_to_cast(module: Any, torch: Any) -> str:
     if "cuda" in devices:
         return "cuda"  # a table that `host_embeddings` keeps on the CPU may come first
     # Other stages' layers of a pipeline are on "meta" here.
-    return next((str(one) for one in devices if one != "meta"), str(devices[0]) if devices else "")
+    return next((str(device) for device in devices if device != "meta"), str(devices[0]) if devices else "")

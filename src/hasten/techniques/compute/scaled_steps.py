@@ -22,7 +22,7 @@ def guard(optimizer: Any, scaler: LossScaler, may_step: Callable[[Any], bool]) -
     @functools.wraps(optimizer.step)
     def guarded(this: Any, *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
-        if scaler.gone or scaler.paused or closure is None:
+        if scaler.stop_reason or scaler.paused or closure is None:
             return step(this, *args, **kwargs) if may_step(this) else None
         rest, named = args[1:], {name: value for name, value in kwargs.items() if name != "closure"}
         if alone:  # torch's own optimizers call it once, before they change anything: so it can come first

@@ -35,10 +35,10 @@ class BatchScale(Trajectory):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._times = int(setting) if isinstance(setting, int) else 1
-        self._asked: set[int] = set()  # batch sizes that loaders were given
+        self._batch_sizes: set[int] = set()  # batch sizes that loaders were given
         self._larger = False  # whether a loader with larger batches exists
         self._adaptive = InsideStep(lambda group: self._change(group, adaptive=True))
-        self._others = InsideStep(lambda group: self._change(group, adaptive=False))
+        self._not_adaptive = InsideStep(lambda group: self._change(group, adaptive=False))
 
     def loader_options(self, options: dict[str, Any]) -> None:
         """Multiply the batch size of a loader that shuffles."""
@@ -65,11 +65,11 @@ class BatchScale(Trajectory):
             options["batch_size"] = size * self._times
         if batches is not None:
             options["batch_sampler"] = BatchSampler(batches.sampler, size * self._times, batches.drop_last)
-        self._asked.add(size * self._times)
+        self._batch_sizes.add(size * self._times)
 
     def loader(self, loader: Any) -> None:
         """Note that a loader has larger batches. From now on the rate is scaled."""
-        if self.active and getattr(loader.batch_sampler, "batch_size", None) in self._asked:
+        if self.active and getattr(loader.batch_sampler, "batch_size", None) in self._batch_sizes:
             self._larger = True
             self.did("loader")
 
@@ -78,12 +78,12 @@ class BatchScale(Trajectory):
         if is_adaptive([type(optimizer).__name__]):
             self._adaptive.wrap(optimizer)
         else:
-            self._others.wrap(optimizer)
+            self._not_adaptive.wrap(optimizer)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop changing the optimizers' steps."""
         self._adaptive.leave()
-        self._others.leave()
+        self._not_adaptive.leave()
 
     def _change(self, group: dict[str, Any], adaptive: bool) -> dict[str, Any]:
         """Return the options of a group to change during a step."""

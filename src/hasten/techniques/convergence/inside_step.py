@@ -26,12 +26,12 @@ class InsideStep:
     def __init__(self, change: Change) -> None:
         self._change = change
         self._active = True
-        self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._wrapped_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def wrap(self, optimizer: Any) -> None:
         """Replace an optimizer's step by one that changes options before it and restores them after it."""
         self._active = True
-        if optimizer in self._wrapped:
+        if optimizer in self._wrapped_optimizers:
             return
         plain = optimizer.step
 
@@ -39,15 +39,15 @@ class InsideStep:
         def step(this: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active:
                 return plain(*args, **kwargs)
-            before = [_put(group, self._change(group)) for group in this.param_groups]
+            changes = [_put(group, self._change(group)) for group in this.param_groups]
             try:
                 return plain(*args, **kwargs)
             finally:
-                for group, (old, new) in zip(this.param_groups, before, strict=False):
+                for group, (old, new) in zip(this.param_groups, changes, strict=False):
                     _put_back(group, old, new)
 
         optimizer.step = types.MethodType(step, optimizer)  # LR schedulers wrap `step` too, and expect a bound method
-        self._wrapped.add(optimizer)
+        self._wrapped_optimizers.add(optimizer)
 
     def leave(self) -> None:
         """Stop changing options. Steps stay wrapped, and only call the optimizer's own."""
@@ -68,6 +68,6 @@ def _put_back(group: dict[str, Any], old: dict[str, Any], new: dict[str, Any]) -
             group[name] = old[name]
 
 
-def scaled(rate: Any, by: float) -> Any:
+def scaled(rate: Any, factor: float) -> Any:
     """Return a rate (a number or a tensor) times a factor. A None, or a factor of 1, returns the same object."""
-    return rate if rate is None or by == 1 else rate * by
+    return rate if rate is None or factor == 1 else rate * factor

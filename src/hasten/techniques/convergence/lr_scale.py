@@ -48,7 +48,7 @@ class LrScale(Trajectory):
         self._steps.wrap(optimizer)
         self.did("optimizer")
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop changing the optimizers' steps."""
         self._steps.leave()
 

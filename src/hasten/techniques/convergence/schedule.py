@@ -40,7 +40,7 @@ class Schedule(Trajectory):
         super().__init__(setting)
         table = setting if isinstance(setting, dict) else {}
         self._kind, self._total = str(table.get("kind")), int(table.get("steps", 1))
-        self._done: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> its steps so far
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizer -> its steps so far
         self._order: list[weakref.ref[Any]] = []  # optimizers in the order of `optimizer` calls, for checkpoints
         self._inside: list[InsideStep] = []
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that loaded a state without a count
@@ -63,33 +63,33 @@ class Schedule(Trajectory):
         steps = InsideStep(lambda group: self._change(optimizer_ref(), group))
         steps.wrap(optimizer)
         self._inside.append(steps)
-        self._done[optimizer] = 0
+        self._steps[optimizer] = 0
         self._order.append(optimizer_ref)
         optimizer.register_step_post_hook(self._stepped)
         optimizer.register_load_state_dict_post_hook(self._loaded)
         self.did("optimizer")
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Stop changing rates. Counts are kept, for a checkpoint that is saved after the fit."""
         while self._inside:
             self._inside.pop().leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Return each optimizer's number of steps so far; -1 if its rate is not changed any more."""
-        done = [self._done.get(known, -1) if (known := ref()) is not None else -1 for ref in self._order]
-        return {"done": done} if done else {}
+        counts = [self._steps.get(optimizer, -1) if (optimizer := ref()) is not None else -1 for ref in self._order]
+        return {"done": counts} if counts else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the checkpoint's step, even if the optimizer's own state has no count."""
-        for ref, done in zip(self._order, state.get("done", ()), strict=False):
-            if (optimizer := ref()) is not None and optimizer in self._done and done >= 0:
-                self._done[optimizer] = done
+        for ref, count in zip(self._order, state.get("done", ()), strict=False):
+            if (optimizer := ref()) is not None and optimizer in self._steps and count >= 0:
+                self._steps[optimizer] = count
                 self._unknown.discard(optimizer)
 
     def _change(self, optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
         """Return the rate for a group's next step."""
-        done = self._done.get(optimizer)
-        if done is None or group.get("lr") is None:
+        count = self._steps.get(optimizer)
+        if count is None or group.get("lr") is None:
             return {}
         if optimizer in self._unknown:
             self._leave(optimizer, "it goes on from a checkpoint that holds no count of steps")
@@ -97,26 +97,26 @@ class Schedule(Trajectory):
         if "initial_lr" in group:  # set by torch's LRSchedulers, except ReduceLROnPlateau
             self._leave(optimizer, "the script has a schedule of its own")
             return {}
-        return {"lr": scaled(group["lr"], factor(self._kind, done, self._total))}
+        return {"lr": scaled(group["lr"], factor(self._kind, count, self._total))}
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if optimizer in self._done:
-            self._done[optimizer] += 1
+        if optimizer in self._steps:
+            self._steps[optimizer] += 1
 
     def _loaded(self, optimizer: Any) -> None:
         """Continue at the count of steps in an optimizer's loaded state, if it has one."""
-        if optimizer not in self._done:
+        if optimizer not in self._steps:
             return
         counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         if counts:
-            self._done[optimizer] = max(counts)
+            self._steps[optimizer] = max(counts)
         else:
             self._unknown.add(optimizer)  # until `load_state_dict` brings a count
 
     def _leave(self, optimizer: Any, why: str) -> None:
         """Leave an optimizer's rate to the script from now on, and tell the user."""
-        self._done.pop(optimizer, None)
-        self.let_go(why)
+        self._steps.pop(optimizer, None)
+        self.gave_up(why)
 
 
 def factor(kind: str, done: int, total: int) -> float:

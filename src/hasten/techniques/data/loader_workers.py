@@ -146,7 +146,7 @@ class LoaderWorkers(Technique):
         if why:
             self.refused(why)
             return
-        handed = WorkerPasses(self.num_workers, self.prefetch_factor, self._let_go, self._fewer)
+        handed = WorkerPasses(self.num_workers, self.prefetch_factor, self._give_up, self._fewer)
         _PASSES.need(self)
         if self.switchable:
             self._note(loader, {"_hasten_workers": handed})
@@ -174,12 +174,12 @@ class LoaderWorkers(Technique):
         self._note(loader, some if self.num_workers else without)
         self.did("loader")
 
-    def _note(self, loader: Any, wanted: dict[str, Any]) -> None:
-        self._loaders[loader] = wanted, {}
+    def _note(self, loader: Any, options: dict[str, Any]) -> None:
+        self._loaders[loader] = options, {}
         if self.active:
             self._give(loader)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Leave later passes to torch."""
         _PASSES.leave(self)
 
@@ -192,17 +192,17 @@ class LoaderWorkers(Technique):
     def off(self) -> None:
         """Restore the loaders' own settings for later passes. A pass that is under way keeps its workers."""
         super().off()
-        for loader, (wanted, before) in list(self._loaders.items()):
-            for name, value in before.items():
-                if loader.__dict__.get(name) is wanted[name]:  # otherwise the script has set it since
+        for loader, (options, earlier) in list(self._loaders.items()):
+            for name, value in earlier.items():
+                if loader.__dict__.get(name) is options[name]:  # otherwise the script has set it since
                     loader.__dict__[name] = value
 
     def _give(self, loader: Any) -> None:
-        wanted, before = self._loaders[loader]
-        before.update((name, loader.__dict__.get(name)) for name in wanted)
-        loader.__dict__.update(wanted)
+        options, earlier = self._loaders[loader]
+        earlier.update((name, loader.__dict__.get(name)) for name in options)
+        loader.__dict__.update(options)
 
-    def _let_go(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         known = f"left alone: {why}" in self.acted  # said of an earlier loader: some scripts build one each epoch
         self.refused(why)
         if known:

@@ -59,27 +59,27 @@ class Memoized:
     Args:
         store: Storage, shared with forked workers.
         roots: Objects that the function depends on, by name; see `Snapshot`.
-        let_go: Called with the reason when nothing is kept any more.
+        give_up: Called with the reason when nothing is kept any more.
     """
 
     _replaces = False  # whether a sample whose file has changed replaces the stored one
 
-    def __init__(self, store: Store, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, roots: dict[str, Any], give_up: Callable[[str], None]) -> None:
         self._store = store
         self._roots = roots
-        self._let_go = let_go
-        self._hits = self._made = 0
+        self._give_up = give_up
+        self._hits = self._misses = 0
         self._unseen = False  # whether a sample was taken from the store without an audit
         self._pid = os.getpid()
-        self._over = False
+        self._ended = False
         self._ready = ObjectCache()
-        self._began()
+        self._start()
         if why := self._why_not():
             self.end(why)
 
     def is_over(self) -> bool:
         """Return whether the memo was given up or is paused, in this process or in a worker."""
-        return self._over or self._store.closed
+        return self._ended or self._store.closed
 
     @property
     def may_draw(self) -> bool:
@@ -101,11 +101,11 @@ class Memoized:
 
     def end(self, why: str) -> None:
         """Give up the memo: keep nothing from here on."""
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._store.spoilt = True
             self._ready.clear()
-            self._let_go(why)
+            self._give_up(why)
 
     def look(self, rows: Any = (), whole: bool = False) -> bool:
         """Compare what samples depend on, and forget all samples if it has changed. Return whether `get` may be called.
@@ -118,12 +118,12 @@ class Memoized:
             return False
         if self._snapshot.changed_at_all() if whole else self._snapshot.changed(rows):
             late = self._snapshot.late
-            self._began()
+            self._start()
             if late:  # samples taken from the store since the change cannot be taken back
                 late += " changed during a pass, seen late: samples of this pass may not be what they would have been"
             if why := late or self._why_not():
                 self.end(why)
-        return not self._over
+        return not self._ended
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
         """Return the value kept for a key, or make it.
@@ -132,38 +132,38 @@ class Memoized:
             Stale: An audit found a kept value that differs; `end` was called with the reason.
         """
         surroundings = self._surroundings()
-        place = surroundings, type(key), key
-        sample = self._ready.find(place)
+        ready_key = surroundings, type(key), key
+        sample = self._ready.find(ready_key)
         is_ready = sample is not None
         if not is_ready:
-            found = self._store.get((*surroundings, key))
-            if found is _MISSING or changed_file(found[0]):
-                return self._make(key, make, keep=found is _MISSING or self._replaces)
-            files, sample = found
+            stored = self._store.get((*surroundings, key))
+            if stored is _MISSING or changed_file(stored[0]):
+                return self._make(key, make, keep=stored is _MISSING or self._replaces)
+            files, sample = stored
             hear_again(files.items())
         self._hits += 1
         if _auditing or self._hits <= _AUDITED or _lot.random() * self._one_in() < 1:
             return self._made_again(key, make, sample)
         self._unseen = True
-        if is_ready or self._ready.add(place, files, sample):
+        if is_ready or self._ready.add(ready_key, files, sample):
             return copy_of(sample)
         return sample
 
-    def _made_again(self, key: Any, make: Callable[[Any], Any], kept: Any) -> Any:
+    def _made_again(self, key: Any, make: Callable[[Any], Any], stored: Any) -> Any:
         """Make a kept sample again, with everything that it is made of, and compare the two."""
         global _auditing
         _auditing += 1
         try:
-            made = self._make(key, make, keep=False)
+            fresh = self._make(key, make, keep=False)
         finally:
             _auditing -= 1
-        if pack(made) != pack(kept):
+        if pack(fresh) != pack(stored):
             why = "the same index gave another sample than before"
             if self._unseen or self._pid != os.getpid():  # unaudited samples were taken here, or maybe by other workers
                 why += ": samples taken from the cache until now may not be what they would have been"
             self.end(why)
             raise StaleSample
-        return made
+        return fresh
 
     def _one_in(self) -> int:
         """Return the audit interval: one in so many samples taken is made again."""
@@ -172,7 +172,7 @@ class Memoized:
     def __reduce__(self) -> Any:
         return type(None), ()  # a pickled copy in another process has no memo
 
-    def _began(self) -> None:
+    def _start(self) -> None:
         self._snapshot = Snapshot(self._roots)
         self._ready.clear()
         self._state = self._new_state()
@@ -192,21 +192,21 @@ class Memoized:
         return why_not_deterministic(self._snapshot)
 
     def _make(self, key: Any, make: Callable[[Any], Any], keep: bool) -> Any:
-        before = random_states()
-        with opened() as heard:
+        random_before = random_states()
+        with opened() as activity:
             sample = make(key)
-        self._made += 1
-        whole = self._made <= _WHOLE_LOOKS
-        if random_states() != before:
+        self._misses += 1
+        compare_all = self._misses <= _WHOLE_LOOKS
+        if random_states() != random_before:
             self.end(DRAWS)
-        elif heard.doing:
-            self.end(f"making a sample {heard.doing}")
-        elif self._snapshot.changed_at_all() if whole else self._snapshot.changed_small():
+        elif activity.doing:
+            self.end(f"making a sample {activity.doing}")
+        elif self._snapshot.changed_at_all() if compare_all else self._snapshot.changed_small():
             self.end("making a sample changes what the dataset holds")
         elif self._snapshot.holds(sample):
             self.end("samples are parts of the dataset itself")
         elif why := why_no_round_trip(sample):
             self.end(f"samples {why}")
-        elif keep and heard.settled():
-            self._keep(key, (heard.files, sample))
+        elif keep and activity.settled():
+            self._keep(key, (activity.files, sample))
         return sample

@@ -31,18 +31,18 @@ class MemoizedOnDisk(Memoized):
     Args:
         store: Storage of the samples.
         roots: Objects that the function depends on, by name; see `Snapshot`.
-        let_go: Called with the reason when nothing is kept any more.
+        give_up: Called with the reason when nothing is kept any more.
     """
 
     _replaces = True  # otherwise a rewritten input file would be read again in each epoch of all later runs
 
-    def __init__(self, store: DiskStore, roots: dict[str, Any], let_go: Callable[[str], None]) -> None:
+    def __init__(self, store: DiskStore, roots: dict[str, Any], give_up: Callable[[str], None]) -> None:
         self._files = store
         self._unnamed = ""
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes, self.pid = 0, 0
         self._flushed, self._look_took = perf_counter(), 0.0
-        super().__init__(store, roots, let_go)
+        super().__init__(store, roots, give_up)
 
     def _new_state(self) -> str:
         """Return the state's fingerprint, and open its file; "" if there can be none."""

@@ -106,11 +106,11 @@ class ReadAhead(Technique):
             if not function.over:
                 function.look_again()
             return function
-        function = ReadFunction(function, self.threads, self._let_go)
+        function = ReadFunction(function, self.threads, self._give_up)
         setattr(holder, name, function)  # even if it gave up at once, so that later passes do not inspect it again
         return function
 
-    def _let_go(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         self.refused(why)
         if self.active:
             messages.tell(f"hasten: read_ahead: {why}; files are read as they are needed from here on.")

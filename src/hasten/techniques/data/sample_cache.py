@@ -66,26 +66,26 @@ class SampleCache(Technique):
         self.keep = table["keep"]
         self.on_disk = table.get("where") == "disk"
         self._pid = os.getpid()
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._cache_dir, self._cache_size = table.get("cache_dir"), table.get("cache_size")
         # ("samples" or "decoded", id of a dataset) -> memo. The memo holds the dataset, and its loaders hold the memo.
-        self._kept: weakref.WeakValueDictionary[tuple[str, int], Memoized] = weakref.WeakValueDictionary()
+        self._memos: weakref.WeakValueDictionary[tuple[str, int], Memoized] = weakref.WeakValueDictionary()
 
     @classmethod
     def check(cls, setting: Setting) -> str:
         """Accept a word, or a table with `keep` and `where`."""
         if not isinstance(setting, dict):
             return super().check(setting)
-        known = ("keep", "where", "cache_dir", "cache_size")
-        if unknown := [key for key in setting if key not in known]:
-            return f"has no option {unknown[0]!r}; it has {', '.join(known)}"
+        options = ("keep", "where", "cache_dir", "cache_size")
+        if unknown := [key for key in setting if key not in options]:
+            return f"has no option {unknown[0]!r}; it has {', '.join(options)}"
         if setting.get("keep") not in cls.values:
             return 'needs keep = "decoded", "samples" or "both"'
         if setting.get("where", "memory") not in ("memory", "disk"):
             return 'where must be "memory" or "disk"'
         if setting.get("where") == "disk" and setting.get("keep") == "both":
             return 'where = "disk" goes with keep = "decoded" or "samples"'
-        if setting.get("where") != "disk" and (extra := [key for key in known[2:] if key in setting]):
+        if setting.get("where") != "disk" and (extra := [key for key in options[2:] if key in setting]):
             return f'{extra[0]} goes with where = "disk"'
         if not isinstance(setting.get("cache_dir", "x"), str) or not setting.get("cache_dir", "x"):
             return "cache_dir must be the name of a folder"
@@ -117,8 +117,10 @@ class SampleCache(Technique):
 
     @classmethod
     def _choose(cls, evidence: Evidence, loader: LoaderFacts, probe: Probe) -> Choices | Refusal:
-        used = [other for other in evidence.loaders if other.role != "unused"]
-        if probe.repeatable and all(other.probe and other.probe.repeatable for other in used):
+        used_loaders = [loader_facts for loader_facts in evidence.loaders if loader_facts.role != "unused"]
+        if probe.repeatable and all(
+            loader_facts.probe and loader_facts.probe.repeatable for loader_facts in used_loaders
+        ):
             setting, seconds, size = "samples", probe.sample_seconds, probe.sample_bytes
         elif probe.loader_function and probe.loader_repeatable:
             setting, seconds, size = "decoded", probe.loader_seconds, probe.loader_bytes
@@ -130,9 +132,14 @@ class SampleCache(Technique):
             return Refusal(f"a sample takes {seconds * 1e6:.0f} us, no more than the cache itself")
         why = f"making a sample takes {seconds * 1e6:.0f} us and gives the same each time"
         need = size * (loader.samples or 0)
-        whole = [(other.probe, other.samples or 0) for other in used if other.probe and other.probe.repeatable]
-        also = sum((asked.sample_bytes + asked.loader_bytes) * count for asked, count in whole)
-        if setting == "decoded" and also and 2 * (need + also) <= room():  # each of the two stores gets half
+        other_stores = [
+            (loader_facts.probe, loader_facts.samples or 0)
+            for loader_facts in used_loaders
+            if loader_facts.probe and loader_facts.probe.repeatable
+        ]
+        other_bytes = sum((facts.sample_bytes + facts.loader_bytes) * count for facts, count in other_stores)
+        # Each of the two stores gets half of the room.
+        if setting == "decoded" and other_bytes and 2 * (need + other_bytes) <= room():
             return Choices(("both",), f"{why}; whole samples of another loader do, too")
         if need <= room():
             return Choices((setting,), why)
@@ -157,11 +164,11 @@ class SampleCache(Technique):
         inner = with_loader_function(dataset)
         if inner is None or isinstance(inner.loader, CachedFunction):
             return
-        kept = self._keeping(inner, {"loader": inner.loader})
-        if kept is not None and not kept.is_over():
-            inner.loader = CachedFunction(inner.loader, kept)
-            self._kept["decoded", id(inner)] = kept
-            kept.paused = not self.active
+        memo = self._keeping(inner, {"loader": inner.loader})
+        if memo is not None and not memo.is_over():
+            inner.loader = CachedFunction(inner.loader, memo)
+            self._memos["decoded", id(inner)] = memo
+            memo.paused = not self.active
             self.did("dataset")
 
     def loader(self, loader: Any) -> None:
@@ -179,16 +186,16 @@ class SampleCache(Technique):
             if self.keep == "samples":
                 self.refused(why)
             return
-        kept = self._kept.get(("samples", id(dataset)))
-        if kept is None:
-            kept = self._keeping(dataset, {"dataset": dataset})
-            if kept is None or (self.keep == "both" and (kept.is_over() or kept.may_draw)):
+        memo = self._memos.get(("samples", id(dataset)))
+        if memo is None:
+            memo = self._keeping(dataset, {"dataset": dataset})
+            if memo is None or (self.keep == "both" and (memo.is_over() or memo.may_draw)):
                 return
-            self._kept["samples", id(dataset)] = kept
-            if not kept.is_over():
+            self._memos["samples", id(dataset)] = memo
+            if not memo.is_over():
                 self.did("dataset")
-            kept.paused = not self.active
-        loader.__dict__["_hasten_kept"] = kept  # loaders own the memo: it is freed with the last one
+            memo.paused = not self.active
+        loader.__dict__["_hasten_kept"] = memo  # loaders own the memo: it is freed with the last one
 
     def fetcher(self, fetcher: Any) -> Any:
         """Take samples from the memo."""
@@ -196,28 +203,28 @@ class SampleCache(Technique):
 
         if self.keep == "decoded" or type(fetcher) is not _MapDatasetFetcher or not fetcher.auto_collation:
             return fetcher
-        kept = self._kept.get(("samples", id(fetcher.dataset)))
-        if kept is None and self.on_disk:
-            kept = self._in_worker(fetcher.dataset)
-        if kept is None or kept.is_over():
+        memo = self._memos.get(("samples", id(fetcher.dataset)))
+        if memo is None and self.on_disk:
+            memo = self._in_worker(fetcher.dataset)
+        if memo is None or memo.is_over():
             return fetcher
-        return _CachedFetcher(fetcher, kept) if kept.look(whole=True) else fetcher
+        return _CachedFetcher(fetcher, memo) if memo.look(whole=True) else fetcher
 
     def _keeping(self, dataset: Any, roots: dict[str, Any]) -> Memoized | None:
         """Return a new memo of a dataset's samples; None if the folder on disk cannot be used."""
         samples = len(dataset)
         name = f"{type(dataset).__qualname__} of {samples:,} samples"
-        let_go = functools.partial(self._let_go, name)
+        give_up = functools.partial(self._give_up, name)
         if self.keep == "both" and "dataset" in roots:
-            let_go = functools.partial(self._let_go_samples, ("samples", id(dataset)), name)
+            give_up = functools.partial(self._give_up_samples, ("samples", id(dataset)), name)
         if not self.on_disk:
-            return Memoized(SampleStore(samples, room()), roots, let_go)
+            return Memoized(SampleStore(samples, room()), roots, give_up)
         try:
             files = DiskStore(samples, SampleFolder(self._cache_dir, self._cache_size))
         except HastenError as error:
-            let_go(error.message)
+            give_up(error.message)
             return None
-        return MemoizedOnDisk(files, roots, let_go)
+        return MemoizedOnDisk(files, roots, give_up)
 
     def _in_worker(self, dataset: Any) -> Memoized | None:
         """Return the memo for a spawned worker, in whose process no loader was built."""
@@ -225,11 +232,11 @@ class SampleCache(Technique):
 
         if get_worker_info() is None or self._pid != os.getpid() or holds_rows(dataset) or _fetches_of_its_own(dataset):
             return None
-        kept = self._keeping(dataset, {"dataset": dataset})
-        if kept is not None:
-            self._kept["samples", id(dataset)] = kept
-            kept.paused = not self.active
-        return kept
+        memo = self._keeping(dataset, {"dataset": dataset})
+        if memo is not None:
+            self._memos["samples", id(dataset)] = memo
+            memo.paused = not self.active
+        return memo
 
     def __reduce__(self) -> Any:
         return type(self), (self.setting,)  # in another process there are no loaders yet
@@ -245,18 +252,18 @@ class SampleCache(Technique):
         self._pause(True)
 
     def _pause(self, paused: bool) -> None:
-        for kept in list(self._kept.values()):
-            kept.paused = paused
+        for memo in list(self._memos.values()):
+            memo.paused = paused
 
-    def _let_go_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
+    def _give_up_samples(self, place: tuple[str, int], dataset: str, why: str) -> None:
         """Under "both", report that a dataset's samples cannot be kept only if some were kept before."""
-        if why != DRAWS and place in self._kept:
-            self._let_go(dataset, why, "has only decoded files kept from here on")
+        if why != DRAWS and place in self._memos:
+            self._give_up(dataset, why, "has only decoded files kept from here on")
 
-    def _let_go(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
+    def _give_up(self, dataset: str, why: str, then: str = "is read without the cache from here on") -> None:
         self.refused(why)
-        if self.active and (dataset, why) not in self._told:  # some scripts build the same dataset in each epoch
-            self._told.add((dataset, why))
+        if self.active and (dataset, why) not in self._reported:  # some scripts build the same dataset in each epoch
+            self._reported.add((dataset, why))
             messages.tell(f"hasten: sample_cache: {why}; the dataset ({dataset}) {then}.")
 
 
@@ -273,25 +280,25 @@ def _fetches_of_its_own(dataset: Any) -> str:
 class _CachedFetcher:
     """Fetcher that takes samples from a memo, in front of torch's."""
 
-    def __init__(self, fetcher: Any, kept: Memoized) -> None:
+    def __init__(self, fetcher: Any, memo: Memoized) -> None:
         self._fetcher = fetcher
-        self._kept = kept
+        self._memo = memo
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
     def fetch(self, indices: Any) -> Any:
         """Return the batch that the wrapped fetcher would return, with samples from the memo."""
-        fetcher, kept = self._fetcher, self._kept
+        fetcher, memo = self._fetcher, self._memo
         if type(indices) not in (list, tuple) or not set(map(type, indices)) <= {int}:
             return fetcher.fetch(indices)
-        if not kept.look(indices) or _fetches_of_its_own(fetcher.dataset):
+        if not memo.look(indices) or _fetches_of_its_own(fetcher.dataset):
             return fetcher.fetch(indices)
         # By the operator, as torch does: an instance attribute `__getitem__` has no effect in Python.
-        get, make, samples = kept.get, functools.partial(operator.getitem, fetcher.dataset), []
+        get, make, samples = memo.get, functools.partial(operator.getitem, fetcher.dataset), []
         for index in indices:
             try:
-                samples.append(make(index) if kept.is_over() else get(index, make))
+                samples.append(make(index) if memo.is_over() else get(index, make))
             except StaleSample:  # other samples of this batch may be wrong too
                 break
         # Outside the handler, so that the script's errors do not show ours as their context.
@@ -301,31 +308,31 @@ class _CachedFetcher:
 class CachedFunction:
     """A dataset's `loader(path)` function behind a memo."""
 
-    def __init__(self, function: Any, kept: Memoized) -> None:
+    def __init__(self, function: Any, memo: Memoized) -> None:
         self.function = function
-        self._kept = kept
+        self._memo = memo
         self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", "loader")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self._kept.look():
+        if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self._memo.look():
             try:
-                return self._kept.get(args[0], self.function)
+                return self._memo.get(args[0], self.function)
             except StaleSample:
                 pass
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         # A pickled copy can share a store on disk only; otherwise it becomes the plain function.
-        files = self._kept.files()
+        files = self._memo.files()
         # Pickled as `operator.getitem((function,), 0)`, so that unpickling a script's own files does not need hasten.
-        return (operator.getitem, ((self.function,), 0)) if files is None else (_again, (self.function, files))
+        return (operator.getitem, ((self.function,), 0)) if files is None else (_unpickled, (self.function, files))
 
 
-def _again(function: Any, files: DiskStore) -> Any:
+def _unpickled(function: Any, files: DiskStore) -> Any:
     """Return the function of an unpickled copy, behind the same store on disk."""
-    kept = MemoizedOnDisk(files, {"loader": function}, _tell)
-    return function if kept.is_over() else CachedFunction(function, kept)
+    memo = MemoizedOnDisk(files, {"loader": function}, _tell)
+    return function if memo.is_over() else CachedFunction(function, memo)
 
 
 def _tell(why: str) -> None:

@@ -67,12 +67,12 @@ def room_for(evidence: Evidence) -> float:
     Half, because those would have to share with further processes of the training. All, if use was not measured.
     """
     cores, use = evidence.machine.cores, evidence.used
-    used = mean_during(evidence, use.cpu)
-    if used is None or not use.cores:
+    own_cores = mean_during(evidence, use.cpu)
+    if own_cores is None or not use.cores:
         return cores
     beyond = max(0, len(use.cores) - cores)  # cores outside this container: other processes use those first
-    others = max(0.0, sum(use.cores) - used - beyond)
-    return max(cores / 2, cores - others / 2)
+    others_cores = max(0.0, sum(use.cores) - own_cores - beyond)
+    return max(cores / 2, cores - others_cores / 2)
 
 
 def _fits(machine: Machine, loader: LoaderFacts, workers: int) -> bool:

@@ -172,7 +172,7 @@ class ActivationCheckpointing(Technique):
         self._standing.add(module)
         self.did(what)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Restore the modules' own forwards."""
         for module in list(self._standing):
             if isinstance(standing := vars(module).get("forward"), StandInForward):
@@ -205,7 +205,7 @@ def _repeatable(block: Any, told: Callable[[str], None], meter: BlockMeter | Non
 
     name = ActivationCheckpointing.name
     or_else = f', or name other blocks ({name} = "Block").'
-    return Repeatable(name, left_alone, asked=lambda: None, or_else=or_else, meter=meter)
+    return Repeatable(name, left_alone, on_backward=lambda: None, or_else=or_else, meter=meter)
 
 
 class Checkpointed(StandInForward):

@@ -62,7 +62,7 @@ class ActivationOffload(CudaOnly):
                 return call(module, args, kwargs)
             if why := self._why_not(module):
                 if f"left alone: {why}" not in self.acted:
-                    self.let_go(why)
+                    self.gave_up(why)
                 return call(module, args, kwargs)
             on_host = OnHost(self.device, module, (args, kwargs))
             if "model" not in self.acted:

@@ -52,8 +52,8 @@ class HostEmbeddings(CudaOnly):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._least = (_LEAST if setting is True else int(str(setting))) << 20  # bytes
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that were reported
-        self._kept: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose table stayed on the host
+        self._reported: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that were reported
+        self._on_host: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose table stayed on the host
         self._moves: list[ReplacedFunction] = []
         self._forwards: list[ReplacedFunction] = []
 
@@ -92,14 +92,14 @@ class HostEmbeddings(CudaOnly):
         gradient_access.watch_scaling(self, HostEmbeddings._scaled)
 
     def restore(self) -> None:
-        """Let models be moved completely again. Tables that stayed on the host still work there, until `over`."""
+        """Let models be moved completely again. Tables that stayed on the host still work there, until `teardown`."""
         for move in self._moves:
             move.put_back()
         gradient_access.leave(self)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Restore torch's own forwards, unless a table on the host still needs ours."""
-        if not self._kept:
+        if not self._on_host:
             for forward in self._forwards:
                 forward.put_back()
 
@@ -109,9 +109,9 @@ class HostEmbeddings(CudaOnly):
 
         for path, module in model.named_modules():
             weight = table_of(module, self._least)
-            if weight is None or module in self._seen:
+            if weight is None or module in self._reported:
                 continue
-            if module in self._kept and weight.device.type == "cpu":
+            if module in self._on_host and weight.device.type == "cpu":
                 self.did("table")
             elif several_processes():
                 self.refused("several processes train; torchrec shares a table out among them")
@@ -120,7 +120,7 @@ class HostEmbeddings(CudaOnly):
                 self.refused(f"{name} was built on the GPU, or shares its weight with a layer there")
             else:
                 continue  # not moved yet, under `hasten.setup`
-            self._seen.add(module)
+            self._reported.add(module)
 
     def model(self, model: Any, args: tuple[Any, ...]) -> None:
         """Report the same for a script's model."""
@@ -133,7 +133,7 @@ class HostEmbeddings(CudaOnly):
             try:
                 return call(module, args, kwargs)
             except (RuntimeError, ValueError) as error:  # DataParallel, and operators that get tensors of two devices
-                if len(self._kept) and "device" in str(error):
+                if len(self._on_host) and "device" in str(error):
                     error.add_note(
                         "hasten: the technique host_embeddings keeps the weight of embeddings on the CPU: use it by "
                         'the embedding alone, send batches to "cuda" by name, or take the technique out of the plan.'
@@ -148,11 +148,11 @@ class HostEmbeddings(CudaOnly):
 
         def _apply(module: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
             # A kept table stays whatever its size: `model.half()` may have made it smaller than the limit.
-            weight = table_of(module, 0 if module in self._kept else self._least)
+            weight = table_of(module, 0 if module in self._on_host else self._least)
             if weight is not None and not several_processes():
                 stays = staying(fn, weight, self.device)
                 if stays is not fn:
-                    self._kept.add(module)
+                    self._on_host.add(module)
                     for forward in self._forwards:
                         forward.put_in_place()
                 fn = stays
@@ -162,7 +162,7 @@ class HostEmbeddings(CudaOnly):
 
     def _scaled(self, how: str) -> None:
         """Refuse a GradScaler: torch (2.13) reads its scale on the host before the copy from the GPU has arrived."""
-        if len(self._kept):
+        if len(self._on_host):
             raise HastenError(
                 f"host_embeddings cannot act here: {how}, and torch unscales gradients on the host unsafely",
                 "use bfloat16, which needs no scaling, or take host_embeddings out of the plan",

@@ -86,7 +86,7 @@ class NoGradValidation(Technique):
         def left_alone(reason: str = "a backward goes through it in eval mode") -> None:
             if (module := module_ref()) is not None and module not in self._alone:
                 self._alone.add(module)
-                self.let_go(f"{kind}: {reason}")
+                self.gave_up(f"{kind}: {reason}")
 
         return Repeatable(self.name, left_alone, left_alone, waits=_KEEPS, with_hooks=True)
 

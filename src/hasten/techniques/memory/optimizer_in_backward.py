@@ -51,8 +51,8 @@ class OptimizerInBackward(Technique):
         super().__init__(setting)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: SteppedOptimizer | None = None
-        self._began = False  # whether a backward has stepped parameters
-        self._alone = ""  # why nothing is stepped in backwards any more
+        self._has_stepped = False  # whether a backward has stepped parameters
+        self._left_alone = ""  # why nothing is stepped in backwards any more
 
     @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
@@ -75,10 +75,10 @@ class OptimizerInBackward(Technique):
         """Stop watching."""
         gradient_access.leave(self)
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Return to plain backwards and steps, and forget the optimizers."""
         if self._stepped is not None:
-            self._stepped.over()
+            self._stepped.teardown()
             self._stepped = None
         self._optimizers.clear()
 
@@ -87,7 +87,7 @@ class OptimizerInBackward(Technique):
         from hasten.techniques.memory.step_in_backward import SteppedOptimizer, noting, why_not
 
         self._optimizers.add(optimizer)
-        if self._alone:
+        if self._left_alone:
             return
         if self._stepped is not None:
             self._leave("the script builds another optimizer: a loss of the one may reach parameters of the other")
@@ -145,28 +145,28 @@ class OptimizerInBackward(Technique):
         from hasten.techniques.memory.weights_at_rest import others_on
 
         groups = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self._alone or (groups and torch.distributed.get_world_size() > 1):
-            self._leave(self._alone or "several processes exchange gradients behind the backward")
+        if self._left_alone or (groups and torch.distributed.get_world_size() > 1):
+            self._leave(self._left_alone or "several processes exchange gradients behind the backward")
         elif why := why_not(optimizer)[0]:  # a hook that was registered later
             self._leave(why)
         elif others_on():
             self._leave("the script has a TorchDispatchMode around its backward")
         elif not seen:
             self._leave("the script calls torch's engine itself, not torch.autograd.backward")
-        elif not self._began:
-            self._began = True
+        elif not self._has_stepped:
+            self._has_stepped = True
             atexit.register(self._at_the_end)
-        return not self._alone
+        return not self._left_alone
 
     def _leave(self, why: str) -> None:
         """Stop stepping in backwards. If a backward has stepped already, the script's step still completes it."""
-        if self._alone:
+        if self._left_alone:
             return
-        self._alone = why
+        self._left_alone = why
         if self._stepped is not None:
             self._stepped.end()
         self.acted.pop("optimizer", None)  # it acts on none
-        self.let_go(why)
+        self.gave_up(why)
 
     def _at_the_end(self) -> None:
         """Warn, when the process exits, of a backward without a step."""

@@ -20,17 +20,17 @@ class OnHost(saved_tensors_hooks):
     Args:
         device: Type of the device whose tensors are moved.
         module: The module; its parameters and buffers stay, since they exist anyway.
-        given: Its arguments, which stay for the same reason.
+        arguments: Its arguments, which stay for the same reason.
     """
 
-    def __init__(self, device: str, module: torch.nn.Module, given: Any) -> None:
+    def __init__(self, device: str, module: torch.nn.Module, arguments: Any) -> None:
         super().__init__(self._pack, _unpack)
         self._device = device
-        existing = [*module.parameters(), *module.buffers(), *tree_iter(given)]
-        self._stays = {_memory_of(tensor) for tensor in existing if _is_plain(tensor)}
+        existing = [*module.parameters(), *module.buffers(), *tree_iter(arguments)]
+        self._staying = {_memory_of(tensor) for tensor in existing if _is_plain(tensor)}
 
-    def _pack(self, tensor: Tensor) -> _Here | _Away:
-        return _Away(tensor) if self._is_moved(tensor) else _Here(tensor)
+    def _pack(self, tensor: Tensor) -> _OnDevice | _MovedToHost:
+        return _MovedToHost(tensor) if self._is_moved(tensor) else _OnDevice(tensor)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         """Return whether a saved tensor is moved: it is large, not there anyway, and can be restored exactly."""
@@ -40,13 +40,13 @@ class OnHost(saved_tensors_hooks):
             and tensor.numel() * tensor.element_size() >= LEAST
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and _memory_of(tensor) not in self._stays
+            and _memory_of(tensor) not in self._staying
             and tensor.data_ptr() % _ALIGNED == 0
             and not _overlaps(tensor)
         )
 
 
-class _Here:
+class _OnDevice:
     """A saved tensor that stays on its device, detached: an output in its own graph would keep the graph alive."""
 
     __slots__ = ("tensor", "version")
@@ -55,7 +55,7 @@ class _Here:
         self.tensor = _detach(tensor)
         self.version = tensor._version
 
-    def back(self) -> Tensor:
+    def restored(self) -> Tensor:
         """Return the tensor.
 
         Raises:
@@ -70,7 +70,7 @@ class _Here:
         return self.tensor
 
 
-class _Away:
+class _MovedToHost:
     """A saved tensor that was copied to the host.
 
     Both copies are made in the forward's stream. So later kernels wait for them, and so does the reuse of the tensor's
@@ -84,7 +84,7 @@ class _Away:
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         self.host.copy_(_detach(tensor), non_blocking=True)
 
-    def back(self) -> Tensor:
+    def restored(self) -> Tensor:
         """Return the tensor with its former strides, on its device."""
         host = self.host
         return torch.empty_strided(host.shape, self.stride, dtype=host.dtype, device=self.device).copy_(
@@ -92,8 +92,8 @@ class _Away:
         )
 
 
-def _unpack(kept: _Here | _Away) -> Tensor:
-    return kept.back()
+def _unpack(saved: _OnDevice | _MovedToHost) -> Tensor:
+    return saved.restored()
 
 
 def _is_plain(value: Any) -> bool:

@@ -166,7 +166,7 @@ class SetToNone(Technique):
                 own = (kind.__name__ for kind in functions if not kind.__module__.startswith(("torch.", "hasten.")))
                 self._onlooker = next(own, "")
         if self._onlooker:
-            self.let_go(f"{self._onlooker} can see gradients inside the backward")
+            self.gave_up(f"{self._onlooker} can see gradients inside the backward")
         return bool(self._onlooker)
 
     def _dropped(self, parameter: Any, gradient: Any, version: int, address: int) -> Any:

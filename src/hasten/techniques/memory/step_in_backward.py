@@ -28,7 +28,7 @@ BY_ITSELF = (
 
 # Under `hasten check`: id of a parameter -> its value before the step, and its gradient; neither exists any more when
 # the witness compares them. None if nobody compares, so that nothing is kept.
-looked_into: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+inspected: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
 # Techniques that record each failure in the run's evidence, since a script may swallow the error.
 noting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -43,8 +43,8 @@ def why_not(optimizer: Any) -> tuple[str, str]:
         return f"{kind.__name__} may need more than one parameter at a time", f"use one of {', '.join(BY_ITSELF)}"
     options = [option for option in ("differentiable", "capturable") if optimizer.defaults.get(option)]
     if options or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _hooks_on_all_steps():
-        what = f"{options[0]}=True" if options else "hooks on its step"
-        return f"{kind.__name__} has {what}, and would be stepped once for each parameter", "leave it out"
+        reason = f"{options[0]}=True" if options else "hooks on its step"
+        return f"{kind.__name__} has {reason}, and would be stepped once for each parameter", "leave it out"
     if any(not parameter.is_leaf for group in optimizer.param_groups for parameter in group["params"]):
         return "a parameter is no leaf of the graph", "give the optimizer the module's parameters"
     return "", ""
@@ -177,7 +177,7 @@ class SteppedOptimizer:
         self._one_by_one = ParameterStepper(optimizer)
         self._at_rest = WeightsWatch(_touched)
         self._options: list[dict[str, Any]] = []
-        self._done: dict[int, _Done] = {}  # id of a parameter -> its record, since the script's last step
+        self._records: dict[int, _StepRecord] = {}  # id of a parameter -> its record, since the script's last step
         self.pending = False
         self._states = 0  # number of states in the optimizer when the backward began
         self._begins = threading.Lock()
@@ -204,10 +204,10 @@ class SteppedOptimizer:
             handle.remove()
         self._handles = []
 
-    def over(self) -> None:
+    def teardown(self) -> None:
         """Step nothing any more, and drop a pending step's records."""
         self.end()
-        self.pending, self._done = False, {}
+        self.pending, self._records = False, {}
         self._at_rest.end()
 
     def backward(self, call: Callable[[], Any]) -> Any:
@@ -250,11 +250,11 @@ class SteppedOptimizer:
         finally:
             if self.pending:
                 in_order(self._optimizer, self._states)
-            self.pending, self._done = False, {}
+            self.pending, self._records = False, {}
             for parameter, gradient in spent:
                 parameter.grad = gradient
-            if looked_into is not None:
-                looked_into.clear()
+            if inspected is not None:
+                inspected.clear()
 
     def _changed(self, has_closure: bool) -> str:
         """Return what the script has changed since the backward that its step would have used; "" for nothing."""
@@ -266,15 +266,15 @@ class SteppedOptimizer:
             return "options of the optimizer are changed between the backward and its step"
         if why := why_not(self._optimizer)[0]:
             return why
-        if any(done.parameter.grad is not done.stand_in for done in self._done.values()):
+        if any(record.parameter.grad is not record.stand_in for record in self._records.values()):
             return "a gradient was dropped or replaced between the backward and its step"
-        if any(done.is_changed() for done in self._done.values()):
+        if any(record.is_changed() for record in self._records.values()):
             return "weights are written between the backward and its step"
         return ""
 
     def _stale(self, spent: list[tuple[Any, Any]]) -> str:
         """Return what is wrong with stand-ins of an earlier backward, which this step would use; "" for nothing."""
-        stale = any(id(parameter) not in self._done for parameter, _ in spent)
+        stale = any(id(parameter) not in self._records for parameter, _ in spent)
         return "a step uses a gradient of an earlier backward again (a second step, or no zero_grad)" if stale else ""
 
     def _saved(self, *_: Any) -> None:
@@ -299,32 +299,32 @@ class SteppedOptimizer:
         """Step a parameter whose gradient is complete, and replace the gradient by a stand-in."""
         if parameter.grad is None or not self._begin() or not self._one_by_one.has(parameter):
             return
-        if id(parameter) in self._done:
+        if id(parameter) in self._records:
             raise failure("a parameter gets a second gradient before the optimizer's step")
         with self._at_rest.of_our_own():
-            if looked_into is not None:
-                looked_into[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
+            if inspected is not None:
+                inspected[id(parameter)] = parameter.detach().clone(), parameter.grad.clone()
             self._one_by_one.step(parameter)
-            self._done[id(parameter)] = done = _Done(parameter)
-            parameter.grad = done.stand_in
+            self._records[id(parameter)] = record = _StepRecord(parameter)
+            parameter.grad = record.stand_in
             self._at_rest.add(parameter, *tensors_of(self._optimizer.state.get(parameter)))
 
 
-def in_order(optimizer: Any, before: int) -> None:
-    """Sort the states beyond the first `before`, made by this step, in the order of the parameters.
+def in_order(optimizer: Any, count: int) -> None:
+    """Sort the states beyond the first `count`, made by this step, in the order of the parameters.
 
     A plain step makes them in that order, a backward in the order of its gradients; checkpoints keep the order.
     """
     state = optimizer.state
-    if len(state) > before + 1:
-        made = {id(parameter) for parameter in list(state)[before:]}
+    if len(state) > count + 1:
+        added = {id(parameter) for parameter in list(state)[count:]}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) in made:
+                if id(parameter) in added:
                     state[parameter] = state.pop(parameter)
 
 
-class _Done:
+class _StepRecord:
     """Record of a parameter as the backward left it after its step."""
 
     def __init__(self, parameter: torch.Tensor) -> None:

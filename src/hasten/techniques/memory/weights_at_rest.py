@@ -82,11 +82,11 @@ class WeightsWatch(TorchDispatchMode):
     @contextmanager
     def of_our_own(self) -> Iterator[None]:
         """Allow hasten's own operations within the context to touch watched tensors."""
-        former, self._own.working = getattr(self._own, "working", False), True
+        working_before, self._own.working = getattr(self._own, "working", False), True
         try:
             yield
         finally:
-            self._own.working = former
+            self._own.working = working_before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -25,7 +25,7 @@ from hasten.techniques.recompute.outside_state import CannotRepeatError, Forward
 
 # On a GPU, comparing sums waits for the GPU. So it is done for a module's first 8 forwards, then for one in 64.
 _MARKED_ON_GPU = 8
-_EVERY = 64
+_MARKED_EVERY = 64
 _BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The base class's methods, not torch.Tensor's: channels_last replaces those, to make a tensor contiguous first.
@@ -42,7 +42,7 @@ class Repeatable:
     Args:
         technique: Name of the technique, for messages.
         left_alone: Called with the reason when a forward keeps its activations.
-        asked: Called when a backward reaches a forward of the module.
+        on_backward: Called when a backward reaches a forward of the module.
         or_else: What else a user can do if a forward cannot be repeated; it follows "Take ... out of the plan".
         waits: Number of first forwards that keep all activations until their end, when it is known whether they can be
             repeated; later forwards drop activations at once. None: all wait.
@@ -54,7 +54,7 @@ class Repeatable:
         self,
         technique: str,
         left_alone: Callable[[str], None],
-        asked: Callable[[], None],
+        on_backward: Callable[[], None],
         or_else: str = ".",
         waits: int | None = None,
         with_hooks: bool = False,
@@ -64,17 +64,17 @@ class Repeatable:
         self.meter = meter
         self.technique, self.or_else, self.waits = technique, or_else, waits
         self.left_alone = left_alone
-        self.asked = asked
-        self.known: ModuleKnowledge | None = None
+        self.on_backward = on_backward
+        self.knowledge: ModuleKnowledge | None = None
         self.calls = 0
 
     @property
     def is_pure(self) -> bool:
         """Whether all forwards so far drew from torch's generators only, and changed no buffers but BatchNorm's."""
-        known = self.known
-        if known is None or known.refusal or known.changing is None:
+        knowledge = self.knowledge
+        if knowledge is None or knowledge.refusal or knowledge.changing is None:
             return False
-        return not (known.changing or known.drawn.python or known.drawn.numpy)
+        return not (knowledge.changing or knowledge.generator_use.python or knowledge.generator_use.numpy)
 
     def run(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, plainly if it cannot be repeated."""
@@ -85,17 +85,17 @@ class Repeatable:
         if torch._C._len_torch_dispatch_stack() or _sees_functions():
             return forward(*args, **kwargs)  # a mode of the script sees, or changes, each operation
         try:
-            if self.known is None:
-                self.known = ModuleKnowledge(module, self.with_hooks)
-            then = ForwardState(self.known, module, (args, kwargs))
+            if self.knowledge is None:
+                self.knowledge = ModuleKnowledge(module, self.with_hooks)
+            start_state = ForwardState(self.knowledge, module, (args, kwargs))
         except CannotRepeatError as error:
             self.left_alone(str(error))
             return forward(*args, **kwargs)
         self.calls += 1
-        return _KeptForward(self, module, forward, args, kwargs, then).run()
+        return _RepeatableForward(self, module, forward, args, kwargs, start_state).run()
 
 
-class _Kept:
+class _SavedTensor:
     """Stand-in for a saved tensor in the graph: it holds the tensor, or None once that is dropped."""
 
     __slots__ = ("number", "tensor", "version")
@@ -106,37 +106,38 @@ class _Kept:
         self.version = tensor._version
 
 
-class _Enough(BaseException):  # a signal, not an Exception, so that a script's `except Exception` does not catch it
+# A BaseException, so that a script's `except Exception` does not catch it.
+class _AllRecomputed(BaseException):
     """Signal that ends a repetition: all dropped tensors have been recomputed."""
 
 
-class _KeptForward:
+class _RepeatableForward:
     """One forward, with everything that its graph needs to repeat it.
 
     Attributes:
-        kept: Saved tensors, while the forward waits for its end.
+        waiting: Saved tensors, while the forward waits for its end.
         count: Number of the next tensor that autograd saves.
         dropped: Number of a dropped tensor -> its shape and dtype.
         marks: Number of a dropped tensor -> its strides and its sum, to compare.
-        fresh: Number of a dropped tensor -> the recomputed tensor, until the graph takes it.
-        over: Whether the forward has ended.
+        recomputed: Number of a dropped tensor -> the recomputed tensor, until the graph takes it.
+        ended: Whether the forward has ended.
         spoilt: Why the forward cannot be repeated, found out after tensors were dropped; "" if it can.
     """
 
     def __init__(
-        self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, then: ForwardState
+        self, owner: Repeatable, module: Any, forward: Any, args: Any, kwargs: Any, start_state: ForwardState
     ) -> None:
         self.owner, self.module, self.forward = owner, module, forward
-        self.args, self.kwargs, self.then = args, kwargs, then
+        self.args, self.kwargs, self.start_state = args, kwargs, start_state
         self.casts = _casts()
-        self.kept: list[_Kept] = []
+        self.waiting: list[_SavedTensor] = []
         self.count = 0
         self.dropped: dict[int, tuple[Any, Any]] = {}
         self.marks: dict[int, tuple[tuple[int, ...], Any]] = {}
-        self.marks_gpu = owner.calls <= _MARKED_ON_GPU or owner.calls % _EVERY == 0
-        self.fresh: dict[int, Any] = {}
+        self.marks_gpu = owner.calls <= _MARKED_ON_GPU or owner.calls % _MARKED_EVERY == 0
+        self.recomputed: dict[int, Any] = {}
         self.waits = owner.waits is None or owner.calls <= owner.waits
-        self.over = False
+        self.ended = False
         self.spoilt = ""
 
     def run(self) -> Any:
@@ -148,74 +149,74 @@ class _KeptForward:
             if "saved tensor hooks" not in str(error):
                 raise
             # torch.func's transforms refuse saved-tensor hooks: restore the state and start again, without hooks.
-            self.then.put_back()
+            self.start_state.put_back()
             self.owner.left_alone("it uses torch.func inside")
             return self.forward(*self.args, **self.kwargs)
-        self.over = True
-        reason = self.then.after() or self.spoilt
-        if not reason and any(kept.tensor._version != kept.version for kept in self.kept):
+        self.ended = True
+        reason = self.start_state.after() or self.spoilt
+        if not reason and any(saved.tensor._version != saved.version for saved in self.waiting):
             reason = "its forward changes what the backward needs"
         if reason:
             self.spoilt = reason
             self.owner.left_alone(reason)
         else:
-            tensors = [kept.tensor for kept in self.kept] if self.owner.meter is not None else []
-            for kept in self.kept:
-                self._drop(kept)
+            tensors = [saved.tensor for saved in self.waiting] if self.owner.meter is not None else []
+            for saved in self.waiting:
+                self._drop(saved)
             if self.owner.meter is not None:
                 self._measure(self.owner.meter, tensors, output)
-            self.kept = []
+            self.waiting = []
         return output
 
     def _measure(self, meter: BlockMeter, tensors: list[Any], output: Any) -> None:
         """Tell the meter which tensors were dropped. The block's outputs do not count: they live on as inputs."""
-        dropped = [tensor for kept, tensor in zip(self.kept, tensors, strict=True) if kept.tensor is None]
+        dropped = [tensor for saved, tensor in zip(self.waiting, tensors, strict=True) if saved.tensor is None]
         plain = (leaf for leaf in tree_iter(output) if type(leaf) is torch.Tensor and leaf.layout is torch.strided)
-        meter.forward(dropped, self.then.storages | {leaf.untyped_storage().data_ptr() for leaf in plain})
+        meter.forward(dropped, self.start_state.storages | {leaf.untyped_storage().data_ptr() for leaf in plain})
 
     # -- what autograd calls ----------------------------------------------------------------------------
 
-    def _pack(self, tensor: Any) -> _Kept:
+    def _pack(self, tensor: Any) -> _SavedTensor:
         """Take a tensor that autograd saves, and drop it now or at the end of the forward."""
         # Detached, because an output that is saved in its own graph would keep that graph alive.
-        kept = _Kept(self.count, _detach(tensor))
+        saved = _SavedTensor(self.count, _detach(tensor))
         self.count += 1
         if self.waits:
-            self.kept.append(kept)
+            self.waiting.append(saved)
         else:
-            self._drop(kept)
-        return kept
+            self._drop(saved)
+        return saved
 
-    def _unpack(self, kept: _Kept) -> Any:
+    def _unpack(self, saved: _SavedTensor) -> Any:
         """Return a saved tensor to the backward. The first that was dropped makes the forward run again."""
-        if self.over:
-            self.owner.asked()
+        if self.ended:
+            self.owner.on_backward()
         else:  # a backward inside the forward, as of `torch.autograd.grad` for a penalty
             self.spoilt = "its forward asks for gradients"
-        if kept.tensor is not None:
-            _check_version(kept)
-            return kept.tensor
-        if kept.number not in self.fresh:
+        if saved.tensor is not None:
+            _check_version(saved)
+            return saved.tensor
+        if saved.number not in self.recomputed:
             if self.owner.meter is None:
                 self._run_again()
             else:
                 with self.owner.meter.again():
                     self._run_again()
-        return self.fresh.pop(kept.number)
+        return self.recomputed.pop(saved.number)
 
     # -- dropping, and recomputing ----------------------------------------------------------------------
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, saved: _SavedTensor) -> None:
         """Drop a tensor that the forward made. Weights and inputs exist anyway, so they are kept."""
-        tensor = kept.tensor
+        tensor = saved.tensor
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() < 2:
             return
-        if tensor.device.type == "meta" or tensor.untyped_storage().data_ptr() in self.then.storages:
+        if tensor.device.type == "meta" or tensor.untyped_storage().data_ptr() in self.start_state.storages:
             return
-        self.dropped[kept.number] = tensor.shape, tensor.dtype
+        self.dropped[saved.number] = tensor.shape, tensor.dtype
         if not tensor.is_cuda or self.marks_gpu:
-            self.marks[kept.number] = tensor.stride(), _mark(tensor)
-        kept.tensor = None
+            self.marks[saved.number] = tensor.stride(), _mark(tensor)
+        saved.tensor = None
 
     def _run_again(self) -> None:
         """Recompute all dropped tensors, with all state as it was in the forward.
@@ -225,29 +226,29 @@ class _KeptForward:
         """
         if self.spoilt:
             raise self._error(self.spoilt)
-        if name := self.then.changed():
+        if name := self.start_state.changed():
             raise self._error(f"{name} was changed between the forward and its backward")
         try:
-            now = self.then.again(self.module, (self.args, self.kwargs))
+            present = self.start_state.again(self.module, (self.args, self.kwargs))
         except CannotRepeatError as error:
             raise self._error(str(error)) from error
         inside_before = [tell(True) for tell in tell_inside]
         self.count = 0
-        self.fresh = {}
+        self.recomputed = {}
         try:
-            self.then.put_back()
+            self.start_state.put_back()
             with torch.enable_grad(), self.casts(), saved_tensors_hooks(self._take, _give):
                 self.forward(*self.args, **self.kwargs)
-        except _Enough:
+        except _AllRecomputed:
             pass
         except CannotRepeatError as error:
             raise self._error(str(error)) from error
         finally:
-            moved = self.then.moved_unseen()
-            now.put_back()
+            moved = self.start_state.moved_unseen()
+            present.put_back()
             for tell, inside in zip(tell_inside, inside_before, strict=True):
                 tell(inside)
-        if moved or len(self.fresh) != len(self.dropped):
+        if moved or len(self.recomputed) != len(self.dropped):
             raise self._error("its forward took another course when it ran again")
         self._compare()
 
@@ -258,9 +259,9 @@ class _KeptForward:
         if (expected := self.dropped.get(number)) is not None:
             if expected != (tensor.shape, tensor.dtype):
                 raise self._error("tensors of other shapes or types came out when its forward ran again")
-            self.fresh[number] = tensor
-            if len(self.fresh) == len(self.dropped):
-                raise _Enough
+            self.recomputed[number] = tensor
+            if len(self.recomputed) == len(self.dropped):
+                raise _AllRecomputed
         return tensor
 
     def _compare(self) -> None:
@@ -271,13 +272,15 @@ class _KeptForward:
         Raises:
             RuntimeError: They differ.
         """
-        fresh = ((mark, _lying_as(strides, self.fresh[number])) for number, (strides, mark) in self.marks.items())
-        if not all(_agree(mark, _mark(tensor)) for mark, tensor in fresh):
+        recomputed = (
+            (mark, _lying_as(strides, self.recomputed[number])) for number, (strides, mark) in self.marks.items()
+        )
+        if not all(_agree(mark, _mark(tensor)) for mark, tensor in recomputed):
             raise self._error("other numbers came out when its forward ran again")
 
     def _error(self, reason: str) -> RuntimeError:
         """Return the error of a backward that cannot be computed, after telling the user."""
-        self.fresh = {}
+        self.recomputed = {}
         name, kind = self.owner.technique, type(self.module).__name__
         message = (
             f"hasten: {name}: the activations of {kind} cannot be computed again: {reason}. No gradient was made of "
@@ -297,13 +300,13 @@ def _give(tensor: Any) -> Any:
     return tensor
 
 
-def _check_version(kept: _Kept) -> None:
+def _check_version(saved: _SavedTensor) -> None:
     """Raise torch's error for a saved tensor that was changed in place; autograd does not check hooks' tensors."""
-    tensor = kept.tensor
-    if tensor._version != kept.version:
+    tensor = saved.tensor
+    if tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {kept.version} "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {saved.version} "
             "instead"
         )
 

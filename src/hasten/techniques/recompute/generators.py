@@ -35,27 +35,27 @@ class GeneratorUse:
 class States:
     """States of the process-wide generators, and of those that a module holds."""
 
-    __slots__ = ("_cuda", "_drawn", "_full", "_marks", "_numpy", "_own", "_python", "_torch")
+    __slots__ = ("_cuda", "_full", "_marks", "_module_generators", "_numpy", "_python", "_torch", "_use")
 
-    def __init__(self, drawn: GeneratorUse, own: list[Any]) -> None:
+    def __init__(self, use: GeneratorUse, module_generators: list[Any]) -> None:
         """Copy the present states.
 
         Args:
-            drawn: The generators that the module is known to draw from.
-            own: Generators that the module holds.
+            use: The generators that the module is known to draw from.
+            module_generators: Generators that the module holds.
         """
-        self._drawn = drawn
-        self._full = drawn.looks < _LOOKS
-        self._python = random.getstate() if drawn.python or self._full else None
-        self._numpy = _numpy_state() if drawn.numpy or self._full else None
+        self._use = use
+        self._full = use.looks < _LOOKS
+        self._python = random.getstate() if use.python or self._full else None
+        self._numpy = _numpy_state() if use.numpy or self._full else None
         self._marks = _marks()
         self._torch = torch.default_generator.get_state()
         self._cuda = _cuda_states()
-        self._own = [(generator, _state_of(generator)) for generator in own]
+        self._module_generators = [(generator, _state_of(generator)) for generator in module_generators]
 
     def drew_unseen(self) -> str:
         """Return which generator was drawn from without a copy of its state; "" for none. Update `GeneratorUse`."""
-        drawn = self._drawn
+        drawn = self._use
         drawn.looks += 1
         python, numpy = _marks()
         if not drawn.python and (python != self._marks[0] or (self._full and random.getstate() != self._python)):
@@ -85,8 +85,10 @@ class States:
             self._numpy = _numpy_state()
         devices = {device for device, _ in self._cuda}
         self._cuda += [(device, torch.cuda.get_rng_state(device)) for device, _ in other._cuda if device not in devices]
-        known = {id(generator) for generator, _ in self._own}
-        self._own += [(generator, _state_of(generator)) for generator, _ in other._own if id(generator) not in known]
+        known = {id(generator) for generator, _ in self._module_generators}
+        self._module_generators += [
+            (generator, _state_of(generator)) for generator, _ in other._module_generators if id(generator) not in known
+        ]
 
     def put_back(self) -> None:
         """Restore the copied states."""
@@ -97,7 +99,7 @@ class States:
         torch.default_generator.set_state(self._torch)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
-        for generator, state in self._own:
+        for generator, state in self._module_generators:
             _set_state(generator, state)
         # Generators that were not copied may have been drawn from since the forward, by code outside of the module (a
         # model that skips blocks by `random.random()`): marks start from their present state.

@@ -82,16 +82,18 @@ class ModuleCode:
         self.reached: set[str] = set()
         self.changes = False
         self.says = ""
-        self._seen: set[int] = set()  # ids of functions that were read
+        self._functions_read: set[int] = set()  # ids of functions that were read
         self._held: set[tuple[int, str]] = set()  # holders (by id) and names that were found in `_inside`
         self._functions: list[FunctionType] = []
         methods: list[tuple[str, FunctionType]] = []
-        parts = list(module.modules())
-        kinds = {kind for part in parts for kind in type(part).__mro__}
-        kinds |= {type(value) for part in parts for value in vars(part).values() if _is_scripts(type(value))}
-        for kind in kinds:
-            if not kind.__module__.startswith("torch.") and kind is not object:
-                methods += self._class(kind)
+        modules = list(module.modules())
+        classes = {class_ for submodule in modules for class_ in type(submodule).__mro__}
+        classes |= {
+            type(value) for submodule in modules for value in vars(submodule).values() if _is_scripts(type(value))
+        }
+        for class_ in classes:
+            if not class_.__module__.startswith("torch.") and class_ is not object:
+                methods += self._class(class_)
         self._run([function for name, function in methods if name == "forward"], methods)
         self.changes = bool(self.reached & _CHANGES) or any(
             stores(function, elements=True) for function in self._functions
@@ -112,17 +114,17 @@ class ModuleCode:
         """Follow functions and methods that a forward may run, by name, and note what they reach and say."""
         while queue:
             function = queue.pop()
-            if id(function) not in self._seen:
+            if id(function) not in self._functions_read:
                 named = self._note(function)
                 self.reached |= named
-                self.says = self.says or _said(function, named)
+                self.says = self.says or _printing_name(function, named)
                 queue += [method for name, method in methods if name in named]
 
     def _note(self, function: FunctionType) -> frozenset[str]:
         """Note the outer names in a function, and in the script's own functions that it names. Return all names."""
-        if id(function) in self._seen:
+        if id(function) in self._functions_read:
             return frozenset()
-        self._seen.add(id(function))
+        self._functions_read.add(id(function))
         self._functions.append(function)
         named = names_of(function)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -131,14 +133,14 @@ class ModuleCode:
             OuterName({"a default": default}, "a default") for default in defaults if not isinstance(default, _PLAIN)
         ]
         holders: list[Any] = []
-        places = list(_places(function, named))
+        places = list(_outer_names(function, named))
         for place in places:  # the list grows while it is iterated
             value = _function_of(place.read())
             if isinstance(value, FunctionType):
                 if not is_trusted(value):
                     self.outside += [OuterName(vars(value), key) for key in vars(value) if key != "__wrapped__"]
                     inner = self._note(value)
-                    self.says = self.says or _said(value, inner)
+                    self.says = self.says or _printing_name(value, inner)
                     named |= inner
             elif isinstance(value, type | ModuleType):
                 holders += [value] * _is_scripts(value)
@@ -157,7 +159,7 @@ class ModuleCode:
                     yield OuterName(vars(holder) if isinstance(holder, ModuleType) else holder, key)
 
 
-def _places(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName]:
+def _outer_names(function: FunctionType, named: frozenset[str]) -> Iterator[OuterName]:
     """Yield the globals and closure variables that a function names."""
     for name in sorted(named & function.__globals__.keys()):
         yield OuterName(function.__globals__, name)
@@ -180,7 +182,7 @@ def _is_scripts(holder: Any) -> bool:
     return not is_trusted(holder) and not (isinstance(file, str) and is_library(file))
 
 
-def _said(function: FunctionType, named: frozenset[str]) -> str:
+def _printing_name(function: FunctionType, named: frozenset[str]) -> str:
     """Return the name by which a script's function prints, logs or writes; "" for none.
 
     Library functions do not count: they say something when they are used wrongly.

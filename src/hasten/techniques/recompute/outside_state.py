@@ -57,7 +57,7 @@ class ModuleKnowledge:
             with_hooks: Whether the module's own hooks are repeated too; those of submodules always are.
         """
         self.with_hooks = with_hooks
-        self.drawn = GeneratorUse()
+        self.generator_use = GeneratorUse()
         code = ModuleCode(module)
         self.refusal = (
             f"its forward may say or write something ({code.says}), which would be twice" if code.says else ""
@@ -73,11 +73,11 @@ class ForwardState:
     """Snapshot of a module, its inputs, outer names and random states, made before a forward.
 
     Args:
-        known: Facts about the module.
+        knowledge: Facts about the module.
         module: The module.
         args: Its inputs, nested.
-        first: Whether it is made before the first run. Otherwise it is made before the repetition, to restore the
-            present state after it.
+        before_first_run: Whether it is made before the first run. Otherwise it is made before the repetition, to
+            restore the present state after it.
 
     Attributes:
         storages: Addresses of memory that exists outside of the forward: weights, buffers, inputs.
@@ -86,12 +86,12 @@ class ForwardState:
         CannotRepeatError: The module has state that cannot be restored.
     """
 
-    def __init__(self, known: ModuleKnowledge, module: nn.Module, args: Any, first: bool = True) -> None:
-        if known.refusal:
-            raise CannotRepeatError(known.refusal)
-        self._known = known
-        self._first = first
-        self._without_hooks = None if known.with_hooks else module
+    def __init__(self, knowledge: ModuleKnowledge, module: nn.Module, args: Any, before_first_run: bool = True) -> None:
+        if knowledge.refusal:
+            raise CannotRepeatError(knowledge.refusal)
+        self._knowledge = knowledge
+        self._before_first_run = before_first_run
+        self._without_hooks = None if knowledge.with_hooks else module
         self._long: list[tuple[Any, int]] = []  # long containers, and their lengths
         self._containers: list[tuple[Any, Any]] = []  # containers, and copies of them
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # dicts of buffers, and dicts of copies
@@ -101,24 +101,24 @@ class ForwardState:
         self._generators: list[Any] = []
         self._arrays: list[tuple[Any, Any]] = []  # arrays, and copies of them
         self._slotted: list[tuple[Any, dict[str, Any]]] = []  # objects with slots, and the slots' values
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self.storages: set[int] = set()
         self._module(module)
         self._note(args, 0, "an input")
-        for place in known.outside:
-            value = place.read()
-            self._names.append((place, value))
-            self._note(value, 1, place.name)
-        self._states = States(known.drawn, self._generators)
+        for outer_name in knowledge.outside:
+            value = outer_name.read()
+            self._names.append((outer_name, value))
+            self._note(value, 1, outer_name.name)
+        self._states = States(knowledge.generator_use, self._generators)
         self._dtype = torch.get_default_dtype()
 
     # -- saving -----------------------------------------------------------------------------------------
 
     def _module(self, module: nn.Module) -> None:
         """Save a module's attributes and buffers, watch its parameters, and enter its submodules."""
-        if id(module) in self._seen:
+        if id(module) in self._visited:
             return
-        self._seen.add(id(module))
+        self._visited.add(id(module))
         own = vars(module)
         if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and module is not self._without_hooks:
             _refuse_hooks(module)
@@ -145,11 +145,11 @@ class ForwardState:
 
     def _take_buffers(self, module: nn.Module, buffers: dict[str, Any]) -> None:
         """Copy a module's buffers if its forward may change them; otherwise watch them."""
-        changing = self._known.changing
+        changing = self._knowledge.changing
         # BatchNorm's kernels update the statistics without a new version of the tensors, so always copy those.
         statistics = isinstance(module, _NormBase) and module.running_mean is not None
         changes = statistics or changing is None or id(module) in changing
-        if self._first and changes:
+        if self._before_first_run and changes:
             kept = {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
             self._buffers.append((buffers, kept))
         else:
@@ -181,9 +181,9 @@ class ForwardState:
 
     def _apart(self, value: Any) -> Any:
         """Return an attribute's value without its graph, which would keep those of earlier steps alive."""
-        if self._first and isinstance(value, torch.Tensor):
+        if self._before_first_run and isinstance(value, torch.Tensor):
             return _without_graph(value)
-        if self._first and type(value) is tuple:
+        if self._before_first_run and type(value) is tuple:
             return tuple(map(self._apart, value))
         return value
 
@@ -198,19 +198,23 @@ class ForwardState:
                 self._generators.append(value)
         elif type(value).__name__ == "ndarray":
             self._note_array(value, name)
-        elif hasattr(type(value), "__next__") and name.removeprefix(OuterName.MARK) in self._known.reached:
+        elif hasattr(type(value), "__next__") and name.removeprefix(OuterName.MARK) in self._knowledge.reached:
             raise CannotRepeatError(f"{name} is a {type(value).__name__}, which nobody can set back")
-        elif id(value) not in self._seen:
-            beyond = depth > _DEPTH or len(self._seen) >= _MOST
+        elif id(value) not in self._visited:
+            beyond = depth > _DEPTH or len(self._visited) >= _MOST
             if beyond or not _is_put_back(value):
                 self._refuse_to_change(name, value)
             if not beyond:
-                self._seen.add(id(value))
+                self._visited.add(id(value))
                 self._note_object(value, depth, name)
 
     def _refuse_to_change(self, name: str, value: Any) -> None:
         """Refuse a module whose code names an object that is not restored, and may modify such objects."""
-        if self._first and self._known.changes and name.removeprefix(OuterName.MARK) in self._known.reached:
+        if (
+            self._before_first_run
+            and self._knowledge.changes
+            and name.removeprefix(OuterName.MARK) in self._knowledge.reached
+        ):
             kind, entries = type(value).__name__, f" of {len(value)} entries" if hasattr(value, "__len__") else ""
             raise CannotRepeatError(f"{name} is or holds a {kind}{entries}, which it may change and nobody puts back")
 
@@ -226,7 +230,7 @@ class ForwardState:
         if isinstance(value, nn.Module):
             # A module in a list or a plain object belongs to the block; one that a global or closure names does not.
             if not name.startswith(OuterName.MARK):
-                self._seen.discard(id(value))
+                self._visited.discard(id(value))
                 self._module(value)
             return
         inside: Any = ()
@@ -269,7 +273,7 @@ class ForwardState:
         changed = {
             key for key, versions in self._changing if any(buffer._version != before for buffer, before in versions)
         }
-        known = self._known
+        known = self._knowledge
         unseen = known.changing is not None and not changed <= known.changing
         known.changing = changed if known.changing is None else known.changing | changed
         if reason:
@@ -290,7 +294,7 @@ class ForwardState:
 
     def again(self, module: nn.Module, args: Any) -> ForwardState:
         """Return a snapshot of the present state that covers everything this one will overwrite."""
-        now = ForwardState(self._known, module, args, first=False)
+        now = ForwardState(self._knowledge, module, args, before_first_run=False)
         # The repetition also overwrites objects that the module had in the forward and has no longer.
         seen = {id(container) for container, _ in now._containers}
         for container, _ in (*self._containers, *self._buffers):

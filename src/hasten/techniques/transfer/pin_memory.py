@@ -32,7 +32,7 @@ class PinMemory(CudaOnly):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._given: Any = None  # live tensors that loaders returned
+        self._loader_tensors: Any = None  # live tensors that loaders returned
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders that pin while this is on
         self._replaced: list[ReplacedFunction] = []
 
@@ -48,23 +48,23 @@ class PinMemory(CudaOnly):
         from torch.utils.weak import WeakTensorKeyDictionary
 
         if torch.cuda.is_available():
-            self._given = given = WeakTensorKeyDictionary()
+            self._loader_tensors = loader_tensors = WeakTensorKeyDictionary()
             for name in ("to", "cuda"):
                 self._replaced.append(
-                    ReplacedFunction(torch.Tensor, name, functools.partial(_not_waiting, given=given))
+                    ReplacedFunction(torch.Tensor, name, functools.partial(_not_waiting, loader_tensors=loader_tensors))
                 )
                 self._replaced[-1].put_in_place()
 
     def batches(self, fetch: Callable[[], Any], iterator: Any) -> Callable[[], Any]:
         """Remember the tensors that came from a pinning loader."""
-        given = self._given
-        if given is None or not getattr(iterator, "_pin_memory", False):
+        loader_tensors = self._loader_tensors
+        if loader_tensors is None or not getattr(iterator, "_pin_memory", False):
             return fetch
 
         def remembered() -> Any:
             batch = fetch()
             for tensor in tensors_in(batch):
-                given[tensor] = True
+                loader_tensors[tensor] = True
             return batch
 
         return remembered
@@ -101,12 +101,12 @@ class PinMemory(CudaOnly):
         """Restore torch's own `.to` and `.cuda`."""
         while self._replaced:
             self._replaced.pop().put_back()
-        self._given = None
+        self._loader_tensors = None
 
     def on(self) -> None:
         """Pin in passes that begin from here on."""
         super().on()
-        if self._given is None:
+        if self._loader_tensors is None:
             self.process()
         for loader in list(self._loaders):
             loader.pin_memory = True
@@ -118,7 +118,7 @@ class PinMemory(CudaOnly):
             loader.pin_memory = False
 
 
-def _not_waiting(copy: Any, given: Any) -> Any:
+def _not_waiting(copy: Any, loader_tensors: Any) -> Any:
     """Wrap `Tensor.to` or `Tensor.cuda` not to wait where that is safe: from a loader's pinned tensor to a GPU."""
     import torch
 
@@ -127,7 +127,7 @@ def _not_waiting(copy: Any, given: Any) -> Any:
             tensor.device.type != "cpu"
             or "non_blocking" in kwargs
             or torch.compiler.is_compiling()
-            or tensor not in given
+            or tensor not in loader_tensors
             or not tensor.is_pinned()
         ):
             return copy(tensor, *args, **kwargs)

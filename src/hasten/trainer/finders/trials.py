@@ -17,7 +17,7 @@ import torch
 from hasten.batch.attempt import Attempt, Guard, free_bytes
 from hasten.batch.result import BatchSizes
 from hasten.batch.search import search
-from hasten.batch.trial_observer import counted, memory_figure, peak_bytes, reset_peak
+from hasten.batch.trial_observer import memory_figure, peak_bytes, reset_peak, tensor_bytes
 from hasten.data import rng
 from hasten.errors import HastenError, is_out_of_memory
 from hasten.parallel import choose_devices
@@ -65,7 +65,7 @@ class _Trials:
         self._fit, self._loaders = with_datamodule(fit, loaders)
         self._device = trainer.device
         self.on_gpu = self._device.type == "cuda"
-        self.done: list[Attempt] = []
+        self.attempts: list[Attempt] = []
         self.resizing = Resizing()
         self._resident = _resident(fit["model"], self._device)
         self.limit = memory or self._free()
@@ -96,14 +96,14 @@ class _Trials:
                 earlier attempt of this size is returned.
         """
         if lean:
-            return next(attempt for attempt in self.done if attempt.size == size)
+            return next(attempt for attempt in self.attempts if attempt.size == size)
         attempt = self._attempt(size)
-        if not self.done and attempt.outcome == "out of memory":
+        if not self.attempts and attempt.outcome == "out of memory":
             raise HastenError(
                 f"the training does not fit into {self.limit / 1e9:.2f} GB with its own batch size ({attempt.reason})",
                 "allow more memory, or make the model or the batch size smaller",
             )
-        self.done.append(attempt)
+        self.attempts.append(attempt)
         return attempt
 
     # -- an attempt ------------------------------------------------------------------------------------
@@ -121,11 +121,11 @@ class _Trials:
                 fit = self._copied(size)
                 trainer = self._tried(clock, folder)
                 trainer.fit(**fit)
-                parts = counted([trainer.model], trainer.optimizers)
+                parts = tensor_bytes([trainer.model], trainer.optimizers)
                 names = tuple(type(optimizer).__name__ for optimizer in trainer.optimizers)
         except Exception as error:
             out = is_out_of_memory(error)
-            if not out and not self.done:
+            if not out and not self.attempts:
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             outcome = "out of memory" if out else "failed"

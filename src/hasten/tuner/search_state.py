@@ -45,7 +45,7 @@ class SearchState:
         chosen: Indices of the plan's candidates.
         compiling: Seconds that compiling took; None if it was not tried.
         notes: Faults and other events for the report, one sentence each.
-        not_asked: Candidates that were not measured for lack of time -> reason.
+        not_measured: Candidates that were not measured for lack of time -> reason.
         would_ask: What else was left open for lack of time, one sentence each.
     """
 
@@ -55,7 +55,7 @@ class SearchState:
     chosen: frozenset[int] = frozenset()
     compiling: float | None = None
     notes: list[str] = field(default_factory=list)
-    not_asked: dict[int, str] = field(default_factory=dict)
+    not_measured: dict[int, str] = field(default_factory=dict)
     would_ask: list[str] = field(default_factory=list)
 
     def plan(self) -> dict[str, Setting]:
@@ -65,34 +65,39 @@ class SearchState:
 
     def drop(self, names: Iterable[str], reason: str, lasting: bool = False) -> None:
         """Remove techniques from the plan. If `lasting`, the next tune of this training does not try them either."""
-        gone = {i for i in self.chosen if self.course.candidates[i].name in set(names)}
-        self.course.drop(gone, reason, lasting)
-        self.chosen -= gone
+        dropped = {i for i in self.chosen if self.course.candidates[i].name in set(names)}
+        self.course.drop(dropped, reason, lasting)
+        self.chosen -= dropped
 
-    def sides(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
+    def claim_pairs(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
         """Return the claim's pairs of blocks, (plain, plan), each measured one right after the other."""
-        wanted = tuple(sorted(self.chosen))
-        sides = [
-            one
-            for one in self.blocks
-            if not one.trouble and ((one.part == "plain" and not one.on) or (one.part == "plan" and one.on == wanted))
+        plan_indices = tuple(sorted(self.chosen))
+        blocks = [
+            block
+            for block in self.blocks
+            if not block.trouble
+            and ((block.part == "plain" and not block.on) or (block.part == "plan" and block.on == plan_indices))
         ]
         pairs: list[tuple[MeasuredBlock, MeasuredBlock]] = []
-        waits: MeasuredBlock | None = None
-        for one in sides:
-            if waits is None or waits.part == one.part or one.began - waits.began > _APART + waits.seconds:
-                waits = one  # the former block's other side was never measured, since the process ended
+        unpaired: MeasuredBlock | None = None
+        for block in blocks:
+            if (
+                unpaired is None
+                or unpaired.part == block.part
+                or block.began - unpaired.began > _APART + unpaired.seconds
+            ):
+                unpaired = block  # the former block's other side was never measured, since the process ended
                 continue
-            pairs.append((waits, one) if waits.part == "plain" else (one, waits))
-            waits = None
+            pairs.append((unpaired, block) if unpaired.part == "plain" else (block, unpaired))
+            unpaired = None
         return pairs
 
-    def counted(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
+    def counted_pairs(self) -> list[tuple[MeasuredBlock, MeasuredBlock]]:
         """Return the pairs that make up the claim: the undisturbed ones, if there are at least three.
 
         Otherwise those of which both sides or neither were disturbed; if these are fewer than two, all pairs.
         """
-        pairs = self.sides()
+        pairs = self.claim_pairs()
         quiet = [pair for pair in pairs if not (pair[0].disturbed or pair[1].disturbed)]
         if len(quiet) >= _LEAST_PAIRS:
             return quiet
@@ -101,7 +106,7 @@ class SearchState:
 
     def disturbed(self) -> float | None:
         """Return the share of the CPU that others took in the claim's blocks, from 0 to 1; None if undisturbed."""
-        return taken_of([side for pair in self.counted() for side in pair])
+        return mean_cpu_taken([side for pair in self.counted_pairs() for side in pair])
 
     def claim(self) -> Ratio | None:
         """Return the speed-up of a step under the plan, with its interval; None if it was not measured.
@@ -109,11 +114,11 @@ class SearchState:
         With disturbed blocks the interval includes every pair: their disturbances may have a common cause, so that
         more pairs do not make the mean more certain.
         """
-        logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.counted()]
-        found = middle_of(logs)
-        if found is None:
+        logs = [math.log(plain.step_seconds / plan.step_seconds) for plain, plan in self.counted_pairs()]
+        estimate = middle_of(logs)
+        if estimate is None:
             return None
-        middle, low, high = found
+        middle, low, high = estimate
         if self.disturbed() is not None:
             low, high = min(low, *logs), max(high, *logs)
         return Ratio(*map(math.exp, (middle, low, high)))
@@ -122,36 +127,36 @@ class SearchState:
         """Return the claim, how it was measured, and how far others disturbed it; None if it was not measured."""
         if (speedup := self.claim()) is None:
             return None
-        counted = len(self.counted())
+        counted = len(self.counted_pairs())
         how = f"{counted} pairs of blocks in one process, the script as it is and the plan in turn"
-        if left := len(self.sides()) - counted:
-            how += f"; {left} more left out, which others disturbed"
+        if left_out := len(self.claim_pairs()) - counted:
+            how += f"; {left_out} more left out, which others disturbed"
         return Claim(speedup, how, self.disturbed())
 
     def phases(self) -> dict[str, tuple[float, ...]]:
         """Return the seconds of each phase of a step in the claim's median block, on both sides."""
-        found = {}
+        median_phases = {}
         for number, side in enumerate(("baseline", "plan")):
-            blocks = [pair[number] for pair in self.counted()]
+            blocks = [pair[number] for pair in self.counted_pairs()]
             if blocks:
-                found[side] = sorted(blocks, key=lambda one: one.step_seconds)[len(blocks) // 2].phases
-        return found
+                median_phases[side] = sorted(blocks, key=lambda block: block.step_seconds)[len(blocks) // 2].phases
+        return median_phases
 
 
-def taken_of(measured: Sequence[MeasuredBlock | Trial]) -> float | None:
+def mean_cpu_taken(measured: Sequence[MeasuredBlock | Trial]) -> float | None:
     """Return the mean share of the CPU that others took, from 0 to 1; None if none of these was disturbed."""
-    if not any(one.disturbed for one in measured):
+    if not any(block_or_trial.disturbed for block_or_trial in measured):
         return None
-    return statistics.fmean(one.taken or 0.0 for one in measured)
+    return statistics.fmean(block_or_trial.taken or 0.0 for block_or_trial in measured)
 
 
 class QuietMeter:
     """Measures how quiet the machine was since this object was created."""
 
     def __init__(self) -> None:
-        self._before = CpuReading()
+        self._reading = CpuReading()
 
-    def noise(self, found: SearchState) -> MachineNoise:
+    def noise(self, state: SearchState) -> MachineNoise:
         """Return the noise of the machine since creation, and the scatter of the blocks."""
-        taken = self._before.taken()
-        return MachineNoise(taken.steal, taken.others, found.course.posterior.noise if found.blocks else None)
+        taken = self._reading.taken()
+        return MachineNoise(taken.steal, taken.others, state.course.posterior.noise if state.blocks else None)
