@@ -50,7 +50,7 @@ class Lawful(Attempts):
             evidence=self.seen(),
         )
         if not lean:
-            self.done.append(attempt)
+            self.finished.append(attempt)
         return attempt
 
     def seen(self) -> Evidence:

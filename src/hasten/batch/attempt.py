@@ -100,7 +100,7 @@ class Attempts:
             ("RLIMIT_AS"), and "gpu" for torch's share of the GPU. `limit`, in contrast, is enforced from outside.
 
     Attributes:
-        done: The attempts so far, without the lean ones.
+        finished: The attempts so far, without the lean ones.
         leans: Whether an attempt can have the C library return freed memory at once.
     """
 
@@ -111,7 +111,7 @@ class Attempts:
     timeout: float = 120.0
     argument: str = ""
     on_gpu: bool = False
-    done: list[Attempt] = field(default_factory=list)
+    finished: list[Attempt] = field(default_factory=list)
     leans: bool = True
     bounds: Mapping[str, int] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class Attempts:
             size: Samples per batch; 0: the script's own.
             former: The script's own batch size.
             lean: Have the C library return freed memory at once, so that the peak is what the training needs, which is
-                linear in the batch size. That makes it slower, so the attempt is not added to `done`.
+                linear in the batch size. That makes it slower, so the attempt is not added to `finished`.
             plan: Technique -> setting; None: the unchanged script.
 
         Raises:
@@ -138,7 +138,7 @@ class Attempts:
         if asked["size"]:
             _check_size(attempt, size)
         if not lean:
-            self.done.append(attempt)
+            self.finished.append(attempt)
         return attempt
 
     def gradients(self, at: Sequence[int], many: int) -> tuple[Attempt, dict[str, Any]]:

@@ -29,13 +29,13 @@ class Trials(Protocol):
     Attributes:
         limit: Bytes of memory that the training may use.
         on_gpu: Whether it trains on a GPU.
-        done: The attempts so far.
+        finished: The attempts so far.
         leans: Whether an attempt can have the C library return freed memory at once.
     """
 
     limit: int
     on_gpu: bool
-    done: list[Attempt]
+    finished: list[Attempt]
     leans: bool
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
@@ -123,7 +123,7 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
     if attempts.on_gpu:
         attempts.limit = min(attempts.limit, first.device_bytes)
     own, samples = attempts.own_size(first, argument_value)
-    first = attempts.done[0] = Attempt(**{**vars(first), "size": own})
+    first = attempts.finished[0] = Attempt(**{**vars(first), "size": own})
     tried, most = [first], samples or 1 << 40
     size = own
     while len(tried) < _MOST and size < most:
@@ -145,11 +145,11 @@ def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) ->
     line = line_through(lean if all(attempt.outcome == "ok" for attempt in lean) else tried)
     largest, bound = _largest(line, attempts.limit, most)
     verified, bound = _verified(attempts, tried, largest, own, bound, say)
-    ran = [attempt for attempt in attempts.done if attempt.outcome == "ok"]
+    ran = [attempt for attempt in attempts.finished if attempt.outcome == "ok"]
     best = max(attempt.rate for attempt in ran)
     saturated = min(attempt.size for attempt in ran if attempt.rate >= _SATURATED * best)
     return BatchSearchResult(
-        own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.done
+        own, attempts.limit, samples, line, verified.size, verified, bound, saturated, attempts.finished
     )
 
 

@@ -169,15 +169,15 @@ class Pipeline:
     """Runs batches through the stages.
 
     Args:
-        own: Layers of this rank's stage.
+        layers: Layers of this rank's stage.
         place: This rank's place in the pipeline.
         loss: `(output, target)` -> mean over their samples.
         microbatches: Largest number of parts of a batch.
         schedule: "gpipe" or "1f1b".
     """
 
-    def __init__(self, own: Stage, place: StagePlace, loss: Loss, microbatches: int, schedule: str) -> None:
-        self.own, self.place, self._loss = own, place, MicrobatchLoss(loss)
+    def __init__(self, layers: Stage, place: StagePlace, loss: Loss, microbatches: int, schedule: str) -> None:
+        self.layers, self.place, self._loss = layers, place, MicrobatchLoss(loss)
         self._microbatches, self._kind = microbatches, schedule
         self._schedules: dict[Any, Any] = {}
         self._looked = False
@@ -228,13 +228,19 @@ class Pipeline:
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         precision = torch.is_autocast_enabled(self.place.device.type)
-        key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
+        key = (inputs.shape, inputs.dtype, parts, precision, self.layers.training)
         if key not in self._schedules:
             first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # cloned: layers may change it in place
             place = self.place
             # Pass the shapes: otherwise torch infers them by running made-up inputs through the layers and the loss.
             stage = _stage_class()(
-                self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
+                self.layers,
+                place.stage,
+                place.stages,
+                place.device,
+                input_args=first,
+                output_args=out,
+                group=place.group,
             )
             loss = self._loss if self.is_last else _elsewhere
             # 1F1B needs at least as many parts as stages. GPipe computes the same result.
@@ -291,7 +297,7 @@ class Pipeline:
             dist.recv_object_list(box, src=place.rank(place.stage - 1), group=place.group)
             inputs = torch.empty(box[0][0], dtype=box[0][1], device=place.device)
             dist.recv(inputs, place.rank(place.stage - 1), group=place.group)
-        output = self.own(inputs)
+        output = self.layers(inputs)
         if not isinstance(output, torch.Tensor):
             raise HastenError(
                 f"Stage {place.stage} of the pipeline gives a {type(output).__name__}, and one tensor is sent on.",
@@ -307,8 +313,8 @@ class Pipeline:
 
         Runs in eval mode: statistics and counters do not change, and nothing random is drawn.
         """
-        modes = [(module, module.training) for module in self.own.modules()]
-        self.own.eval()
+        modes = [(module, module.training) for module in self.layers.modules()]
+        self.layers.eval()
         try:
             with torch.no_grad():
                 inputs, output = self._relayed(part)

@@ -65,7 +65,7 @@ class _Trials:
         self._fit, self._loaders = with_datamodule(fit, loaders)
         self._device = trainer.device
         self.on_gpu = self._device.type == "cuda"
-        self.done: list[Attempt] = []
+        self.finished: list[Attempt] = []
         self.resizing = Resizing()
         self._resident = _resident(fit["model"], self._device)
         self.limit = memory or self._free()
@@ -79,12 +79,12 @@ class _Trials:
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
         """Return the training loader's batch size, and the samples in its dataset (0: unknown)."""
-        if not self.resizing.own:
+        if not self.resizing.batch_size:
             raise HastenError(
                 "the training loader is no DataLoader, so its batch size cannot be changed",
                 "give a DataLoader; or use `hasten batch --argument` on the script",
             )
-        return self.resizing.own, self.resizing.samples
+        return self.resizing.batch_size, self.resizing.samples
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
         """Fit a copy for a few steps, and validate, for three passes.
@@ -96,14 +96,14 @@ class _Trials:
                 earlier attempt of this size is returned.
         """
         if lean:
-            return next(attempt for attempt in self.done if attempt.size == size)
+            return next(attempt for attempt in self.finished if attempt.size == size)
         attempt = self._attempt(size)
-        if not self.done and attempt.outcome == "out of memory":
+        if not self.finished and attempt.outcome == "out of memory":
             raise HastenError(
                 f"the training does not fit into {self.limit / 1e9:.2f} GB with its own batch size ({attempt.reason})",
                 "allow more memory, or make the model or the batch size smaller",
             )
-        self.done.append(attempt)
+        self.finished.append(attempt)
         return attempt
 
     # -- an attempt ------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class _Trials:
                 names = tuple(type(optimizer).__name__ for optimizer in trainer.optimizers)
         except Exception as error:
             out = is_out_of_memory(error)
-            if not out and not self.done:
+            if not out and not self.finished:
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             outcome = "out of memory" if out else "failed"
@@ -183,9 +183,9 @@ class _Trials:
 
     def _tried(self, clock: Clock, folder: str) -> Any:
         """Return the Trainer of an attempt."""
-        flags = TRIED | {"limit_val_batches": 0 if self._trainer.given.limit_val_batches == 0 else 2}
+        flags = TRIED | {"limit_val_batches": 0 if self._trainer.user_config.limit_val_batches == 0 else 2}
         flags |= {"limit_train_batches": BATCHES, "max_epochs": PASSES}
-        if self._trainer.given.microbatch == "auto":
+        if self._trainer.user_config.microbatch == "auto":
             flags["microbatch"] = None  # "auto" splits batches that do not fit, so every size would fit
         return trainer_on_trial(self._trainer, flags, clock, folder)
 
@@ -224,14 +224,14 @@ class Clock(Callback):
     def __init__(self, timeout: float) -> None:
         self.seconds = 0.0
         self._until = time.monotonic() + timeout
-        self._began = 0.0
+        self._started = 0.0
         self._pass = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Start a pass's clock at its second batch, if it has one: the first waits for workers to start."""
         if batch_idx <= 1:
             _wait_for(trainer)
-            self._began, self._first = time.perf_counter(), batch_idx
+            self._started, self._first = time.perf_counter(), batch_idx
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the pass's clock at its last batch; stop training after the timeout."""
@@ -246,7 +246,7 @@ class Clock(Callback):
         """Note the seconds per batch of this pass, unless it is the first, which was warm-up."""
         self._pass += 1
         if self._pass > 1 and not trainer.should_stop:
-            seconds = (self._ended - self._began) / (self._last - self._first + 1)
+            seconds = (self._ended - self._started) / (self._last - self._first + 1)
             self.seconds = min(self.seconds or seconds, seconds)
 
 

@@ -118,10 +118,10 @@ class TensorParallel(FSDP):
     name = "tensor_parallel"
     label = "TensorParallel"
 
-    def __init__(self, given: TensorParallelStrategy, world: World) -> None:
-        super().__init__(given.units)
-        self.tensor = given
-        self.copies = given.tensor_parallel_size or world.size
+    def __init__(self, settings: TensorParallelStrategy, world: World) -> None:
+        super().__init__(settings.units)
+        self.tensor = settings
+        self.copies = settings.tensor_parallel_size or world.size
         self._mesh = mesh_of(world, self.copies, "tensor_parallel_size")
         self._compared = ReplicaCheck(self._mesh["group"].get_group(), world)
         self._gradients: Gradients | None = None
