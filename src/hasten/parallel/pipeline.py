@@ -233,15 +233,8 @@ class Pipeline:
             first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # cloned: layers may change it in place
             place = self.place
             # Pass the shapes: otherwise torch infers them by running made-up inputs through the layers and the loss.
-            stage = _stage_class()(
-                self.layers,
-                place.stage,
-                place.stages,
-                place.device,
-                input_args=first,
-                output_args=out,
-                group=place.group,
-            )
+            at = place.stage, place.stages, place.device
+            stage = _stage_class()(self.layers, *at, input_args=first, output_args=out, group=place.group)
             loss = self._loss if self.is_last else _elsewhere
             # 1F1B needs at least as many parts as stages. GPipe computes the same result.
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
@@ -283,9 +276,11 @@ class Pipeline:
         last = self.place.rank(self.place.stages - 1)
         box: list[Any] = [(output.shape, output.dtype) if self.is_last else None]
         dist.broadcast_object_list(box, src=last, group=self.place.group)
-        whole = output.contiguous() if self.is_last else torch.empty(box[0][0], dtype=box[0][1], device=output.device)
-        dist.broadcast(whole, last, group=self.place.group)
-        return whole
+        received = (
+            output.contiguous() if self.is_last else torch.empty(box[0][0], dtype=box[0][1], device=output.device)
+        )
+        dist.broadcast(received, last, group=self.place.group)
+        return received
 
     def _relayed(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a batch through the stages, one after another. Return this stage's input and output."""
@@ -389,14 +384,14 @@ def gathered(tensors: list[torch.Tensor], place: StagePlace) -> list[torch.Tenso
     import torch.distributed as dist
 
     # `stages` stands for "not here", so that the minimum is the first stage that holds the tensor.
-    mine = torch.tensor([place.stages if one.is_meta else place.stage for one in tensors], dtype=torch.int64)
-    owners = mine.to(place.device, copy=True)
+    stages = torch.tensor([place.stages if tensor.is_meta else place.stage for tensor in tensors], dtype=torch.int64)
+    owners = stages.to(place.device, copy=True)
     dist.all_reduce(owners, dist.ReduceOp.MIN, group=place.group)
     collected = []
-    for tensor, own, owner in zip(tensors, mine.tolist(), owners.tolist(), strict=True):
-        if place.stage and own == owner < place.stages:
+    for tensor, stage, owner in zip(tensors, stages.tolist(), owners.tolist(), strict=True):
+        if place.stage and stage == owner < place.stages:
             dist.send(tensor.detach().to(place.device).contiguous(), place.rank(0), group=place.group)
-        if place.stage == 0 and own == place.stages > owner:
+        if place.stage == 0 and stage == place.stages > owner:
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
             dist.recv(received, place.rank(owner), group=place.group)
             tensor = received.cpu()

@@ -355,7 +355,7 @@ class _Tried:
             free_memory()
             before.put_back()
             if exchange is not None:
-                exchange.again()
+                exchange.restart()
             self._go_on_with(agreed, batch)
 
     def _try(self, batch: Any, batch_idx: int, size: int, log: JoinedLog) -> tuple[Any, str | None]:

@@ -191,7 +191,7 @@ class InStages(Strategy):
 
         def step(batch: Any, *idx: Any) -> Any:
             inputs, target = _pair(batch)
-            looks = same.due()
+            looks = same.is_due()
             if looks:
                 same.batch((inputs, target))
                 if proves:
