@@ -81,13 +81,13 @@ def weight(node: Node) -> tuple[bool, int]:
     return isinstance(node[1], list | dict | set | deque), len(node[3])
 
 
-def _dict_parts(thing: Any) -> list[Any]:
-    return [*thing, *thing.values()]
+def _dict_parts(mapping: Any) -> list[Any]:
+    return [*mapping, *mapping.values()]
 
 
-def _instance_parts(thing: Any) -> list[Any]:
-    inside = thing.__dict__
-    return [type(thing), *inside, *inside.values()]
+def _instance_parts(instance: Any) -> list[Any]:
+    inside = instance.__dict__
+    return [type(instance), *inside, *inside.values()]
 
 
 class ReachableParts:
@@ -213,7 +213,7 @@ class ReachableParts:
         if has_dict:
             self._node(name, value, _instance_parts)
         if slots:
-            self._node(name, value, lambda thing: [getattr(thing, slot, _MISSING) for slot in slots])
+            self._node(name, value, lambda instance: [getattr(instance, slot, _MISSING) for slot in slots])
         self._class(name, kind, constructed=False)
 
     def _node(self, name: str, value: Any, read: Callable[[Any], Any]) -> None:
