@@ -258,7 +258,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
-        def kept(candidate: tuple[int, int, list[str]]) -> _Group:
+        def filtered(candidate: tuple[int, int, list[str]]) -> _Group:
             file, number, names = candidate
             table = self._files[file].read(number, names)
             return _Group(file, number, counts[file][number], _passing(table, condition))
@@ -279,7 +279,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                     # match (column "a" in "label") costs only time.
                     names = [name for name in file.schema.names if name in str(condition)]
                     possible.append((number, part.row_groups[0].id, names))
-            return [group for group in together(kept, possible, _FILTERING) if group.rows]
+            return [group for group in together(filtered, possible, _FILTERING) if group.rows]
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise HastenError(f"filters={filters!r} cannot be applied: {error}") from error
 

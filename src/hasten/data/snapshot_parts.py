@@ -265,8 +265,8 @@ class ReachableParts:
         cells, module_globals, used = function.__closure__ or (), function.__globals__, globals_of(function)
         names_of_python = vars(builtins)
 
-        def read(thing: types.FunctionType) -> list[Any]:  # runs for each sample, hence no slower generator expression
-            parts: list[Any] = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
+        def read(part: types.FunctionType) -> list[Any]:  # runs for each sample, hence no slower generator expression
+            parts: list[Any] = [part.__code__, part.__defaults__, part.__kwdefaults__, len(part.__dict__)]
             if cells:
                 parts += [cell.cell_contents if is_set(cell) else _MISSING for cell in cells]
             for name in used:
@@ -346,8 +346,8 @@ class ReachableParts:
                 continue
             known.update(used)
 
-            def read(thing: types.ModuleType, used: list[str] = used) -> list[Any]:
-                return [vars(thing).get(name, _MISSING) for name in used]
+            def read(part: types.ModuleType, used: list[str] = used) -> list[Any]:
+                return [vars(part).get(name, _MISSING) for name in used]
 
             self._node(f"{name}: module {module.__name__}", module, read)
 

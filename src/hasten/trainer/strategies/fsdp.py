@@ -253,7 +253,7 @@ class FSDP(Strategy):
 
     def full_state(self, state: Any, keep: bool) -> Any:
         """Return a state with sharded tensors gathered; other values are unchanged, tied weights remain one tensor."""
-        seen: dict[Any, tuple[Any, torch.Tensor]] = {}
+        by_memory: dict[Any, tuple[Any, torch.Tensor]] = {}
 
         def gathered(tensor: torch.Tensor) -> torch.Tensor:
             if not is_sharded(tensor):
@@ -262,9 +262,9 @@ class FSDP(Strategy):
             # collective; a data pointer would not do: a rank's part may have no elements, and then no address.
             memory: Any = local(tensor).untyped_storage()
             key = memory._cdata, tensor.storage_offset(), tensor.shape
-            if key not in seen:
-                seen[key] = tensor, gather_full(tensor, keep)
-            return seen[key][1]
+            if key not in by_memory:
+                by_memory[key] = tensor, gather_full(tensor, keep)
+            return by_memory[key][1]
 
         return mapped(state, torch.Tensor, gathered)
 

@@ -317,7 +317,7 @@ class InStages(Strategy):
         )
         several: list[Any] | None = [None] * self.copies if first else None
         dist.gather_object(on_cpu, several, dst=place.rank(0), group=place.group)
-        merged = {at: state_of for one in several or shapes for at, state_of in one.items()}
+        merged = {at: state_of for states in several or shapes for at, state_of in states.items()}
         return {**state, "state": dict(sorted(merged.items()))}
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
