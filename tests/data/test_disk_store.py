@@ -332,7 +332,7 @@ def test_a_folder_is_the_same_wherever_the_process_goes(tmp_path: Path, monkeypa
     folders = SampleFolder("here"), SampleFolder("~/there")
     monkeypatch.chdir(tmp_path / "apart")
     assert [folder.path for folder in folders] == [tmp_path / "here", tmp_path / "there"]
-    assert [folder.taken() for folder in folders] == [0, 0]
+    assert [folder.granted_bytes() for folder in folders] == [0, 0]
 
 
 def test_what_others_left_in_the_folder_stays(tmp_path: Path) -> None:

@@ -77,12 +77,12 @@ def test_a_full_store_says_so_and_keeps_what_it_has(
     kept = {}
     for key, size in enumerate(sizes):
         sample = bytes([key]) * size
-        before = store.left
+        before = store.free_bytes
         if store.put(key, sample):
             kept[key] = sample
         else:
-            assert store.left == before
-        assert 0 <= store.left <= capacity
+            assert store.free_bytes == before
+        assert 0 <= store.free_bytes <= capacity
     for key, size in enumerate(sizes):
         assert store.get(key) == kept[key] if key in kept else store.get(key) is MISSING
         if size + 100 > capacity:
@@ -140,7 +140,7 @@ def test_forked_processes_write_the_same_keys(tmp_path: Path) -> None:
     assert _in_forks(4, write) == [0] * 4
     assert [store.get(key) for key in range(200)] == [sample(key) for key in range(200)]
     # Each sample was kept once, whoever came first.
-    assert (1 << 20) - store.left == sum(len(pack(sample(key))) for key in range(200))
+    assert (1 << 20) - store.free_bytes == sum(len(pack(sample(key))) for key in range(200))
 
 
 def test_forked_processes_fill_it_to_the_brim(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_stores_share_the_room_there_is(tmp_path: Path, monkeypatch: pytest.Monk
     before = room_of_stores.room()
     assert before <= free // 2
     stores = [SampleStore(samples=1, capacity=room_of_stores.room(), folder=tmp_path) for _ in range(6)]
-    assert sum(store.left for store in stores) < free
+    assert sum(store.free_bytes for store in stores) < free
     stores.clear()
     assert room_of_stores.room() == before  # what is gone gives its room back
 

@@ -27,7 +27,7 @@ def test_a_pass_is_shared_once_a_backward_follows() -> None:
     state = LoaderState("train.py:1")
     first = Pass(state, validates=False, likely=False)
     assert not first.shares()
-    first.given = 1
+    first.received = 1
     first.backward()
     assert first.shares()
     assert Pass(state, validates=False, likely=False).shares()  # it was trained on before
@@ -37,7 +37,7 @@ def test_a_pass_is_shared_once_a_backward_follows() -> None:
 def test_a_pass_that_was_taken_for_training_is_given_whole_from_the_second_batch_on() -> None:
     looked_at = Pass(LoaderState(""), validates=False, likely=True)
     assert looked_at.shares()
-    looked_at.given = 1
+    looked_at.received = 1
     assert not looked_at.shares()
 
 

@@ -54,6 +54,8 @@ def test_what_ranks_say_to_each_other() -> None:
             "all": (world.all(True), world.all(world.rank == 2)),
             "mean": world.mean(own).tolist(),
             "counts": world.mean(torch.tensor(world.rank)).item(),
+            "large_counts": world.mean(torch.tensor([2**24 + 1, -(2**24), 2][world.rank])),
+            "bytes": world.mean(torch.tensor(200, dtype=torch.uint8)).item(),
             "sum": world.sum(own).tolist(),
             "max": world.reduce(own, "max").tolist(),
             "min": world.reduce(own, "min").tolist(),
@@ -75,6 +77,9 @@ def test_what_ranks_say_to_each_other() -> None:
         assert one["all"] == (True, False)
         assert one["mean"] == [2.0, 20.0]
         assert one["counts"] == 1.0
+        # float32 would round 2**24 + 1, and a sum of the bytes in uint8 would overflow.
+        assert (one["large_counts"].item(), one["large_counts"].dtype) == (1.0, torch.float32)
+        assert one["bytes"] == 200.0
         assert one["sum"] == [6.0, 60.0]
         assert one["max"] == [3.0, 30.0]
         assert one["min"] == [1.0, 10.0]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hasten.by_hand.named import technique_settings
-from hasten.by_hand.prepared import Prepared, sort
+from hasten.by_hand.prepared import Prepared, sorted_by_role
 from hasten.plan import Plan, Setting
 
 __all__ = ["autocast", "backward", "end", "setup"]
@@ -60,9 +60,9 @@ def setup(
     """
     global _current
     settings, remarks = technique_settings({"precision": precision, "compile": compile, **techniques}, plan)
-    models, optimizers, loaders = sort(parts)
+    models, optimizers, loaders = sorted_by_role(parts)
     if _current is not None and _current.settings != settings:
-        _current.end(said=True)
+        _current.end(announces=True)
         _current = None
     if _current is None:
         _current = Prepared(settings, remarks)

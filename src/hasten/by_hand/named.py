@@ -24,12 +24,12 @@ _PRECISIONS = {
 
 
 def technique_settings(
-    asked: Mapping[str, Setting | None], plan: str | Path | Plan | None
+    requested: Mapping[str, Setting | None], plan: str | Path | Plan | None
 ) -> tuple[dict[str, Setting], list[str]]:
     """Return the techniques to install, and remarks about those that can have no effect here.
 
     Args:
-        asked: Technique name -> setting, as in the call; None: not asked for.
+        requested: Technique name -> setting, as in the call; None: not asked for.
         plan: Plan, or path of its file; None: no plan.
 
     Raises:
@@ -40,7 +40,7 @@ def technique_settings(
     chosen = dict(base.techniques)
     machine = this_machine()
     notes = remarks(base, machine)
-    for name, setting in asked.items():
+    for name, setting in requested.items():
         setting = _full(name, setting)
         if setting is None:
             continue

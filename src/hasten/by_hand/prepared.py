@@ -23,7 +23,7 @@ from hasten.techniques import CATALOGUE, build
 from hasten.techniques.replaced import ReplacedFunction
 
 
-def sort(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def sorted_by_role(parts: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the models, the optimizers and the loaders among the parts; learning-rate schedules are skipped.
 
     Raises:
@@ -121,13 +121,13 @@ class Prepared:
         """Return the context of `hasten.autocast`."""
         return self._cast.context()
 
-    def end(self, said: bool = False) -> None:
+    def end(self, announces: bool = False) -> None:
         """Remove what was installed.
 
         Args:
-            said: Whether to print a message, if one of the models is still in use.
+            announces: Whether to print that the techniques end, if one of the models is still in use.
         """
-        if said and self.settings and len(self._models):
+        if announces and self.settings and len(self._models):
             names = ", ".join(self.settings)
             messages.tell(f"hasten: another setup with other techniques: {names} of the former one end here")
         for wrapped in self._wrapped_forwards:

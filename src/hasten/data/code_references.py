@@ -57,17 +57,17 @@ UNREAD = words(
 )
 
 
-def is_trusted(thing: Any) -> bool:
+def is_trusted(value: Any) -> bool:
     """Return whether a class, function or module belongs to a library whose code is not inspected."""
-    if isinstance(thing, FunctionType):
+    if isinstance(value, FunctionType):
         # Judge by the code's file, not `__module__`: `functools.wraps` gives the script's function a library's name, or
         # the reverse.
-        name, file = thing.__globals__.get("__name__"), thing.__code__.co_filename
+        name, file = value.__globals__.get("__name__"), value.__code__.co_filename
         return isinstance(name, str) and is_of_library(name) and (_is_always(name) or _is_librarys(file))
-    if isinstance(thing, ModuleType):
-        name = thing.__name__  # not getattr(): a module's own `__getattr__` may answer any other name
+    if isinstance(value, ModuleType):
+        name = value.__name__  # not getattr(): a module's own `__getattr__` may answer any other name
     else:
-        name = getattr(thing, "__module__", None) or getattr(thing, "__name__", None) or ""
+        name = getattr(value, "__module__", None) or getattr(value, "__name__", None) or ""
     return not isinstance(name, str) or is_of_library(name)
 
 
@@ -117,12 +117,12 @@ def named_at_run_time(function: FunctionType) -> tuple[set[str], bool]:
             if step.argval not in ("getattr", "attrgetter", "methodcaller") or not step.opname.startswith("LOAD_"):
                 continue
             constants: set[str] = set()
-            for other in steps[place + 1 :]:
-                if not other.opname.startswith("LOAD_"):
+            for following in steps[place + 1 :]:
+                if not following.opname.startswith("LOAD_"):
                     break
-                if other.opname == "LOAD_CONST" and isinstance(other.argval, str):
-                    constants.add(other.argval)
-            shown = bool(constants) and other.opname in ("PRECALL", "CALL")
+                if following.opname == "LOAD_CONST" and isinstance(following.argval, str):
+                    constants.add(following.argval)
+            shown = bool(constants) and following.opname in ("PRECALL", "CALL")
             names |= {part for name in constants for part in name.split(".")} if shown else set()
             hidden = hidden or not shown
     return names, hidden

@@ -20,42 +20,42 @@ class Stamp:
 
     Args:
         name: Its name in messages.
-        thing: The object.
+        value: The object.
         head: Reads what is quick to read: memory address, shape, version counter.
         body: Reads a checksum of its contents.
         size: Bytes of the contents.
     """
 
     def __init__(
-        self, name: str, thing: Any, head: Callable[[Any], Any], body: Callable[[Any], Any], size: int
+        self, name: str, value: Any, head: Callable[[Any], Any], body: Callable[[Any], Any], size: int
     ) -> None:
         self.name, self.size = name, size
-        self._thing, self._head, self._body = thing, head, body
-        self._was = head(thing), body(thing)
-        self._memory = Stamp.memory_of(thing)
+        self._value, self._head, self._body = value, head, body
+        self._was = head(value), body(value)
+        self._memory = Stamp.memory_of(value)
         self._rows: Any = None
 
     @property
-    def thing(self) -> Any:
+    def value(self) -> Any:
         """The array, tensor or generator itself."""
-        return self._thing
+        return self._value
 
-    def told(self) -> bytes:
+    def content_digest(self) -> bytes:
         """Return a digest of the contents that is the same in every process."""
-        held = _rows_of(self._thing) if not isinstance(self._thing, bytearray | array.array) else None
-        if held is None and Stamp.memory_of(self._thing) is not None:
-            held = _bits_of(self._thing)
+        held = _rows_of(self._value) if not isinstance(self._value, bytearray | array.array) else None
+        if held is None and Stamp.memory_of(self._value) is not None:
+            held = _bits_of(self._value)
         if held is None:
-            return repr(self._body(self._thing)).encode()
+            return repr(self._body(self._value)).encode()
         import numpy
 
-        shape = (str(getattr(self._thing, "dtype", "")), tuple(self._thing.shape), _order(self._thing))
+        shape = (str(getattr(self._value, "dtype", "")), tuple(self._value.shape), _order(self._value))
         content = numpy.ascontiguousarray(held).reshape(-1).view(numpy.uint8)
         return repr(shape).encode() + hashlib.blake2b(content.data, digest_size=20).digest()
 
     def keep_rows(self) -> bool:
         """Copy an array or tensor with rows, so that single rows can be compared; return False if it has none."""
-        rows = _rows_of(self._thing)
+        rows = _rows_of(self._value)
         if rows is None or rows.ndim == 0 or len(rows) < 2 or rows.nbytes > _MOST_COPIED:
             return False
         self._rows = rows.copy()
@@ -63,34 +63,34 @@ class Stamp:
 
     def row_changed(self, indices: list[Any]) -> bool:
         """Return whether these rows have changed since `keep_rows`."""
-        rows = _rows_of(self._thing)
+        rows = _rows_of(self._value)
         asked = [i for i in indices if type(i) is int and -len(self._rows) <= i < len(self._rows)]
         if rows is None or rows.shape != self._rows.shape or rows.dtype != self._rows.dtype:
             return True
         return bool(rows[asked].tobytes() != self._rows[asked].tobytes())
 
-    def changed(self, whole: bool) -> bool:
-        """Return whether the object has changed: its head only or, if `whole`, its contents too."""
-        return bool(self._head(self._thing) != self._was[0] or (whole and self._body(self._thing) != self._was[1]))
+    def changed(self, in_full: bool) -> bool:
+        """Return whether the object has changed: its head only or, if `in_full`, its contents too."""
+        return bool(self._head(self._value) != self._was[0] or (in_full and self._body(self._value) != self._was[1]))
 
     def overlaps(self, start: int, end: int) -> bool:
         """Return whether its memory overlaps this range of addresses."""
         return self._memory is not None and start < self._memory[1] and self._memory[0] < end
 
     @staticmethod
-    def memory_of(thing: Any) -> tuple[int, int] | None:
+    def memory_of(value: Any) -> tuple[int, int] | None:
         """Return the first address and the end of an array's or tensor's memory; None for anything else."""
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if torch is not None and isinstance(thing, torch.Tensor):
-            if thing.layout is not torch.strided or thing.device.type == "meta":
+        if torch is not None and isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.device.type == "meta":
                 return None
-            storage = thing.untyped_storage()
+            storage = value.untyped_storage()
             return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        if numpy is not None and isinstance(thing, numpy.ndarray):
-            low = high = int(thing.__array_interface__["data"][0])
-            for size, stride in zip(thing.shape, thing.strides, strict=True):
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            low = high = int(value.__array_interface__["data"][0])
+            for size, stride in zip(value.shape, value.strides, strict=True):
                 low, high = low + min(0, (size - 1) * stride), high + max(0, (size - 1) * stride)
-            return low, high + (thing.itemsize if thing.size else 0)
+            return low, high + (value.itemsize if value.size else 0)
         return None
 
     @staticmethod
@@ -114,16 +114,16 @@ class Stamp:
         return None
 
 
-def _rows_of(thing: Any) -> Any:
+def _rows_of(value: Any) -> Any:
     """Return an object's contents as a NumPy array; None if it is no array, or NumPy lacks its kind."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if numpy is None:
         return None
-    if isinstance(thing, numpy.ndarray):
-        return thing
-    if torch is None or not isinstance(thing, torch.Tensor) or thing.dtype is torch.bfloat16:
+    if isinstance(value, numpy.ndarray):
+        return value
+    if torch is None or not isinstance(value, torch.Tensor) or value.dtype is torch.bfloat16:
         return None
-    return None if thing.is_conj() or thing.is_neg() else thing.detach().numpy()
+    return None if value.is_conj() or value.is_neg() else value.detach().numpy()
 
 
 def _bits_of(tensor: Any) -> Any:
@@ -133,9 +133,9 @@ def _bits_of(tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _order(thing: Any) -> tuple[int, ...]:
+def _order(value: Any) -> tuple[int, ...]:
     """Return the strides, which decide the kernels that run and so the results' rounding."""
-    return tuple(thing.stride()) if hasattr(thing, "stride") else tuple(thing.strides)
+    return tuple(value.stride()) if hasattr(value, "stride") else tuple(value.strides)
 
 
 def _of_numpy(numpy: Any, name: str, value: Any) -> Stamp | str | None:
@@ -162,11 +162,11 @@ def _tensor_body(tensor: Any) -> int:
     return checksum(_bits_of(tensor))
 
 
-def _array_head(held: Any) -> Any:
-    return held.__array_interface__["data"], held.shape, held.strides, held.dtype
+def _array_head(array: Any) -> Any:
+    return array.__array_interface__["data"], array.shape, array.strides, array.dtype
 
 
-def checksum(held: Any) -> int:
+def checksum(array: Any) -> int:
     """Return a checksum of an array's contents that changes with any single element, and with the elements' order.
 
     Each block of 64-bit words is multiplied by fixed random odd weights and summed: an odd weight never cancels the
@@ -176,7 +176,7 @@ def checksum(held: Any) -> int:
     global _weights
     import numpy
 
-    raw = numpy.ascontiguousarray(held).reshape(-1).view(numpy.uint8)
+    raw = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     even = raw.size // 8 * 8
     words = raw[:even].view(numpy.uint64)
     if words.size < 4096:

@@ -55,6 +55,6 @@ def why_it_draws(snapshot: Snapshot) -> str:
     return ""
 
 
-def _is_module(held: Any) -> bool:
+def _is_module(value: Any) -> bool:
     """Return whether an object is a torch.nn.Module, whose forward may have dropout; torchvision v2 transforms are."""
-    return any(f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module" for base in type(held).__mro__)
+    return any(f"{base.__module__}.{base.__name__}" == "torch.nn.modules.module.Module" for base in type(value).__mro__)

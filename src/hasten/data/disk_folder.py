@@ -22,13 +22,13 @@ MARK = b"hasten1s"
 NEXT_AT, GRANTED_AT, SPOILT_AT = 16, 24, 32
 SUFFIX = ".samples"
 _LOCK = ".hasten-samples-lock"
-_OURS = re.compile(r"[0-9a-f]{40}-[0-9a-f]+\.samples")  # the user's folder may hold other files
+_SAMPLE_FILE = re.compile(r"[0-9a-f]{40}-[0-9a-f]+\.samples")  # the user's folder may hold other files
 _CHUNK = 16 << 20  # bytes granted to a file at a time
 _MARGIN = 256 << 20  # free bytes to leave on the disk
 _SHARE = 4  # the default limit is 1/4 of the free space
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
-_held: set[int] = set()  # file descriptors that threads hold locked now
+_locked: set[int] = set()  # file descriptors that threads hold locked now
 _hooked = False
 
 
@@ -54,7 +54,9 @@ class SampleFolder:
             raise HastenError(
                 f"samples cannot be kept in {self.path}: {error.strerror or error}", "name another cache_dir"
             ) from None
-        self.limit = limit if limit is not None else (shutil.disk_usage(self.path).free + self.taken()) // _SHARE
+        if limit is None:
+            limit = (shutil.disk_usage(self.path).free + self.granted_bytes()) // _SHARE
+        self.limit = limit
 
     def _check_owner(self) -> None:
         """Raise PermissionError if another user could write samples into the folder, which would be unpickled here."""
@@ -72,15 +74,15 @@ class SampleFolder:
             os.register_at_fork(after_in_child=_forget_locks)
             _hooked = True
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _held.add(fd)
+        _locked.add(fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            _held.discard(fd)
+            _locked.discard(fd)
             os.close(fd)
 
-    def taken(self) -> int:
+    def granted_bytes(self) -> int:
         """Return the bytes granted to all files."""
         return sum(granted for _, granted, _ in self._files())
 
@@ -95,27 +97,27 @@ class SampleFolder:
         (granted,) = struct.unpack("<Q", os.pread(fd, 8, GRANTED_AT))
         if end <= granted:
             return True
-        own = os.fstat(fd).st_ino
-        others = sum(size for path, size, inode in self._files() if inode != own)
-        wanted = min(max(end, granted + _CHUNK), self.limit - others)
-        if wanted < end:
-            others -= self._evict(end + others - self.limit, own)
-            wanted = min(max(end, granted + _CHUNK), self.limit - others)
-        if wanted < end:
+        own_inode = os.fstat(fd).st_ino
+        other_bytes = sum(size for path, size, inode in self._files() if inode != own_inode)
+        new_grant = min(max(end, granted + _CHUNK), self.limit - other_bytes)
+        if new_grant < end:
+            other_bytes -= self._evict(end + other_bytes - self.limit, own_inode)
+            new_grant = min(max(end, granted + _CHUNK), self.limit - other_bytes)
+        if new_grant < end:
             return False
         disk = os.fstatvfs(fd)
-        if disk.f_bavail * disk.f_frsize < wanted - granted + _MARGIN:
+        if disk.f_bavail * disk.f_frsize < new_grant - granted + _MARGIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.pwrite(fd, struct.pack("<Q", wanted), GRANTED_AT)
+        os.pwrite(fd, struct.pack("<Q", new_grant), GRANTED_AT)
         return True
 
-    def _evict(self, bytes_over: int, own: int) -> int:
+    def _evict(self, bytes_over: int, own_inode: int) -> int:
         """Remove files that no process has open, least recently opened first; return the bytes they had."""
         removed = 0
         for path, size, inode in sorted(self._files(), key=lambda file: _opened_at(file[0])):
             if removed >= bytes_over:
                 break
-            if inode == own:
+            if inode == own_inode:
                 continue
             with contextlib.suppress(OSError), _descriptor(path) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if a process uses the file
@@ -127,7 +129,7 @@ class SampleFolder:
         """Return path, granted bytes and inode of each file of samples."""
         files = []
         for path in self.path.glob(f"*{SUFFIX}"):
-            if not _OURS.fullmatch(path.name):
+            if not _SAMPLE_FILE.fullmatch(path.name):
                 continue
             with contextlib.suppress(OSError), _descriptor(path) as fd:
                 head = os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0")
@@ -154,10 +156,10 @@ def _opened_at(path: Path) -> int:
 
 
 def _forget_locks() -> None:
-    for fd in _held:
+    for fd in _locked:
         with contextlib.suppress(OSError):
             os.close(fd)  # the parent's descriptor keeps the lock
-    _held.clear()
+    _locked.clear()
 
 
 def room_on_disk() -> int:
@@ -181,11 +183,11 @@ def _own_folder() -> Path:
     places = [os.environ.get("SLURM_TMPDIR"), os.environ.get("TMPDIR"), tempfile.gettempdir(), "/var/tmp", home]
     ranked = []
     for order, place in enumerate(dict.fromkeys(str(place) for place in places if place)):
-        there = next(path for path in (Path(place), *Path(place).absolute().parents) if path.is_dir())
-        if not os.access(there, os.W_OK):
+        existing = next(path for path in (Path(place), *Path(place).absolute().parents) if path.is_dir())
+        if not os.access(existing, os.W_OK):
             continue
-        rank = _rank(there)
-        free = shutil.disk_usage(there).free
+        rank = _rank(existing)
+        free = shutil.disk_usage(existing).free
         if rank is not None and free > 2 * _MARGIN:
             ranked.append((rank, order, Path(place)))
     if not ranked:

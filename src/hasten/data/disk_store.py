@@ -53,7 +53,7 @@ class DiskStore:
         self._slots = 1 << max(4, (4 * samples - 1).bit_length())  # at most 1/4 full, as datasets may share a file
         self._paused = mmap.mmap(-1, 1)  # shared with forked workers, but not with other trainings
         self._file: _File | None = None
-        self._again, self._has_warned = 0.0, False
+        self._retry_at, self._has_warned = 0.0, False
 
     def open(self, name: str) -> None:
         """Use the file of this name from now on; create it if it is missing or damaged.
@@ -159,13 +159,13 @@ class DiskStore:
     def add(self, digest: bytes, payload: bytes) -> bool:
         """Store a packed sample, replacing a damaged or older one of the key; return False if there is no room."""
         file = self._file
-        if file is None or time.monotonic() < self._again:
+        if file is None or time.monotonic() < self._retry_at:
             return False
         try:
             with self.folder.locked():
                 return self._add(file.fd, digest, payload)
         except OSError as error:
-            self._rest(error)
+            self._stop_writing(error)
             return False
 
     def _add(self, fd: int, digest: bytes, payload: bytes) -> bool:
@@ -207,9 +207,9 @@ class DiskStore:
         payload = os.pread(fd, length, offset)
         return payload if len(payload) == length and zlib.crc32(payload) == crc else None
 
-    def _rest(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         """Stop writing to the disk for a while, and say so once."""
-        self._again = time.monotonic() + _PAUSE
+        self._retry_at = time.monotonic() + _PAUSE
         if not self._has_warned:
             self._has_warned = True
             messages.tell(

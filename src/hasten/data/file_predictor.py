@@ -25,12 +25,12 @@ class FilePredictor:
     """
 
     def __init__(self, dataset: Any, inner: Any, ways: list[tuple[str, int | None, Any]]) -> None:
-        self._dataset, self._inner, self._ways = dataset, inner, ways
+        self._dataset, self._inner, self._rules = dataset, inner, ways
 
     @property
     def knows(self) -> bool:
         """Whether anything was learned."""
-        return bool(self._ways)
+        return bool(self._rules)
 
     def learn(self, indices: Sequence[int], keys: Sequence[Any]) -> None:
         """Find the attributes from which the keys of a batch come.
@@ -41,28 +41,28 @@ class FilePredictor:
         """
         if not keys or not indices:
             return
-        asked = set(keys)
+        requested = set(keys)
         for attribute, place, part in self._parts(self._place(indices[0])):
             for key in dict.fromkeys(keys[:4]):  # the first sample may have loaded several files
-                way = attribute, place, _maker(part, key)
-                if way[2] is None:
+                rule = attribute, place, _maker(part, key)
+                if rule[2] is None:
                     continue
-                predicted = [self._key(way, index) for index in indices]
-                if all(key in asked for key in predicted) and len(set(predicted)) >= min(len(set(indices)), len(asked)):
-                    self._ways.append(way)
+                predicted = [self._key(rule, index) for index in indices]
+                if requested.issuperset(predicted) and len(set(predicted)) >= min(len(set(indices)), len(requested)):
+                    self._rules.append(rule)
                     break
-            if len(self._ways) >= 2 or (self._ways and len(keys) <= len(indices)):
+            if len(self._rules) >= 2 or (self._rules and len(keys) <= len(indices)):
                 return  # enough: more matches are the same list again (ImageFolder has `samples` and `imgs`)
 
     def keys(self, index: int) -> list[Any]:
         """Return the keys that sample `index` will ask for; [] if they cannot be predicted."""
         try:
-            return [self._key(way, index) for way in self._ways]
+            return [self._key(rule, index) for rule in self._rules]
         except (IndexError, KeyError, TypeError, AttributeError):  # the dataset changed; `dataset[index]` will raise
             return []
 
-    def _key(self, way: tuple[str, int | None, Any], index: int) -> Any:
-        attribute, place, make = way
+    def _key(self, rule: tuple[str, int | None, Any], index: int) -> Any:
+        attribute, place, make = rule
         index = self._place(index)
         if not attribute:
             return make(index)
@@ -111,7 +111,7 @@ def _maker(part: Any, key: Any) -> Any:
     if not middle or not text:
         return None
     kind = type(key)
-    return lambda other: kind(f"{before}{os.fspath(other)}{after}")
+    return lambda path: kind(f"{before}{os.fspath(path)}{after}")
 
 
 def _itself(part: Any) -> Any:

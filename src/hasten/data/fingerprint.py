@@ -91,9 +91,9 @@ class _Naming:
         self._nodes: dict[int, list[Node]] = {}
         for node in nodes:
             self._nodes.setdefault(id(node[1]), []).append(node)
-        self._stamps: dict[int, Stamp] = {id(stamp.thing): stamp for stamp in stamps}
+        self._stamps: dict[int, Stamp] = {id(stamp.value): stamp for stamp in stamps}
         self._reached = {id(reached) for reached in snapshot.reached()}
-        self._seen: dict[int, tuple[int, Any]] = {}  # keeps each value alive, so that its id stays unique
+        self._visited: dict[int, tuple[int, Any]] = {}  # keeps each value alive, so that its id stays unique
         self._hash = hashlib.blake2b(digest_size=20)
 
     def say(self, *words: Any) -> None:
@@ -108,10 +108,10 @@ class _Naming:
         if kind in ATOMS or (kind in (list, tuple) and _is_plain(value)) or (kind is dict and _is_plain_dict(value)):
             self.say(kind.__name__, value)
             return
-        if id(value) in self._seen:
-            self.say("again", self._seen[id(value)][0])
+        if id(value) in self._visited:
+            self.say("again", self._visited[id(value)][0])
             return
-        self._seen[id(value)] = len(self._seen), value
+        self._visited[id(value)] = len(self._visited), value
         if kind in (tuple, frozenset, set):
             self._members(value)
         elif isinstance(value, type):
@@ -123,7 +123,7 @@ class _Naming:
             self._of_nodes(value)
         elif (stamp := self._stamps.get(id(value))) is not None:
             self.say(kind.__module__, kind.__qualname__)
-            self._hash.update(stamp.told())
+            self._hash.update(stamp.content_digest())
             self._of_nodes(value)  # attributes that the script set on it
             if not is_trusted(kind):
                 self.visit(kind)

@@ -76,7 +76,7 @@ class SplitIndices:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._left = workers
+        self._workers_left = workers
         self._cut: deque[KeyedPart] = deque()
         self._parts: deque[int] = deque()  # number of parts of each batch in flight
 
@@ -84,11 +84,11 @@ class SplitIndices:
         """Return the next indices to send; `indices` returns those of the next whole batch."""
         if not self._cut:
             batch = indices()
-            if not self._left or not isinstance(batch, KeyedBatch) or len(batch) < self._workers:
-                self._left = 0
+            if not self._workers_left or not isinstance(batch, KeyedBatch) or len(batch) < self._workers:
+                self._workers_left = 0
                 self._parts.append(1)
                 return batch
-            self._left -= 1
+            self._workers_left -= 1
             size, more = divmod(len(batch), self._workers)
             ends = [size * (number + 1) + min(more, number + 1) for number in range(self._workers)]
             for start, end in zip([0, *ends], ends, strict=False):

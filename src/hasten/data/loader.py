@@ -161,10 +161,10 @@ class DataLoader(TorchDataLoader[Any]):
         return WorkerProcesses(self)
 
     @contextlib.contextmanager
-    def lent(self, **others: Any) -> Iterator[None]:
+    def lent(self, **attributes: Any) -> Iterator[None]:
         """Replace attributes of this loader temporarily, while torch's iterator reads them in its `__init__`."""
-        before = {name: self.__dict__[name] for name in others}
-        self.__dict__.update(others)
+        before = {name: self.__dict__[name] for name in attributes}
+        self.__dict__.update(attributes)
         try:
             yield
         finally:
@@ -211,18 +211,20 @@ class DataLoader(TorchDataLoader[Any]):
             return
         self._warned = True
         rank, size = sampler.world()
-        left = self.batch_sampler.left_over()
+        extra = self.batch_sampler.left_over()
         if not len(self) and sampler.length:
             raise HastenError(
                 f"drop_last leaves no batch: {sampler.length} samples, batches of {self.batch_size} on {size} ranks",
                 "give a smaller batch_size, or drop_last=False",
             )
-        if size == 1 or rank or not left:
+        if size == 1 or rank or not extra:
             return
-        if left > 0:
-            effect = f"the last {left} of each epoch are left out (drop_last), so that all ranks get equally many"
+        if extra > 0:
+            effect = f"the last {extra} of each epoch are left out (drop_last), so that all ranks get equally many"
         else:
-            effect = f"{-left} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
+            effect = (
+                f"{-extra} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
+            )
         warn(f"{sampler.length} samples on {size} ranks: {effect}", stacklevel=3)
 
 

@@ -26,8 +26,8 @@ def dataset_of(loader: Any) -> Any:
     return loader.dataset if isinstance(loader, DataLoader) else None
 
 
-def is_stateful(thing: Any) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+def is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def has_own_place(loader: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import ParamSpec, TypeVar
 
 from torch.utils.data._utils import worker as _worker
 
-_Given = ParamSpec("_Given")
-_Made = TypeVar("_Made")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class _Thread(threading.local):
@@ -25,11 +25,11 @@ def only_makes_samples() -> None:
     _thread.makes_samples = True
 
 
-def makes_samples(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+def makes_samples(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Wrap `make` so that the thread counts as making samples while it runs."""
 
     @functools.wraps(make)
-    def making(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+    def making(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         before = _thread.makes_samples
         _thread.makes_samples = True
         try:

@@ -35,7 +35,7 @@ class ObjectCache:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Any, tuple[tuple[tuple[str, Any], ...], Any]] = {}
+        self._entries: dict[Any, tuple[tuple[tuple[str, Any], ...], Any]] = {}
         self._pid = os.getpid()
         self._limit = 0 if _is_in_worker() else min(_MOST, memory_free() // _SHARE)
         self.bytes, self._tries = 0, _TRIES
@@ -43,13 +43,13 @@ class ObjectCache:
 
     def find(self, place: Any) -> Any:
         """Return the sample kept for a place, which the caller must copy; None if there is none, or a file changed."""
-        entry = self._held.get(place)
+        entry = self._entries.get(place)
         if entry is None:
             return None
         files, sample = entry
         for path, version in files:
             if told_by(path) != version:
-                self._held.pop(place, None)  # its bytes stay counted, as files seldom change
+                self._entries.pop(place, None)  # its bytes stay counted, as files seldom change
                 return None
         hear_again(files)
         return sample
@@ -69,12 +69,12 @@ class ObjectCache:
             self._tries -= 1
             return False
         self.bytes, self._tries = self.bytes + size + _BESIDE, _TRIES
-        self._held[place] = tuple(files.items()), sample
+        self._entries[place] = tuple(files.items()), sample
         return True
 
     def clear(self) -> None:
         """Drop all samples."""
-        self._held, self.bytes, self._tries = {}, 0, _TRIES
+        self._entries, self.bytes, self._tries = {}, 0, _TRIES
 
 
 def _is_in_worker() -> bool:
@@ -88,7 +88,7 @@ def copy_of(sample: Any) -> Any:
     return sample if copy is None else copy(sample)
 
 
-def _bytes_of(part: Any, seen: set[int]) -> int:
+def _bytes_of(part: Any, visited: set[int]) -> int:
     """Return the bytes that an unpickled sample's contents take; -1 if `copy_of` may not reproduce it.
 
     If two places hold the same list or array, a copy would hold two: such samples, too, are left to the store.
@@ -96,14 +96,14 @@ def _bytes_of(part: Any, seen: set[int]) -> int:
     kind = type(part)
     if kind in ATOMS:
         return sys.getsizeof(part)
-    if id(part) in seen:
+    if id(part) in visited:
         return -1
-    seen.add(id(part))
+    visited.add(id(part))
     if kind in (tuple, list, dict):
         if kind is dict and not set(map(type, part)) <= ATOMS:
             return -1
         inside = [*part, *part.values()] if kind is dict else part
-        sizes = [_bytes_of(inner, seen) for inner in inside]
+        sizes = [_bytes_of(inner, visited) for inner in inside]
         return -1 if -1 in sizes else sys.getsizeof(part) + sum(sizes)
     if kind.__module__ == "PIL.Image" and kind.__name__ == "Image":
         info = [*part.info, *part.info.values()]

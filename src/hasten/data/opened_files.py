@@ -141,7 +141,7 @@ def opened(everywhere: bool = False, aside: bool = False) -> Iterator[OpenedFile
     """
     global _hooked
     if not _hooked:
-        sys.addaudithook(_heard)
+        sys.addaudithook(_on_audit_event)
         _hooked = True
     thread = _EVERY if everywhere else threading.get_ident()
     before, record = _listening.get(thread), OpenedFiles()
@@ -158,7 +158,7 @@ def opened(everywhere: bool = False, aside: bool = False) -> Iterator[OpenedFile
         hear_again(record.files.items())
 
 
-def _heard(event: str, args: tuple[Any, ...]) -> None:
+def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
     global _mapped
     if event == "mmap.__new__":
         _mapped = None  # look for mapped files again

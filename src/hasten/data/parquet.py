@@ -29,13 +29,13 @@ _FILTERING = 8  # threads that read row groups to filter their rows
 class _Group:
     """A row group: its file, its number in the file, its row count, and the rows that pass the filters (None: all)."""
 
-    __slots__ = ("file", "kept", "number", "rows")
+    __slots__ = ("file", "number", "rows", "selected")
 
-    def __init__(self, file: int, number: int, rows: int, kept: Indices | None = None) -> None:
+    def __init__(self, file: int, number: int, rows: int, selected: Indices | None = None) -> None:
         self.file = file
         self.number = number
-        self.kept = kept
-        self.rows = rows if kept is None else len(kept)
+        self.selected = selected
+        self.rows = rows if selected is None else len(selected)
 
 
 class ParquetDataset(Dataset[dict[str, Any]]):
@@ -91,9 +91,9 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         schema = self._files[0].schema
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
-        wanted = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
-        self._parts = parts_of(schema, list(wanted), set(images), stack, ragged, padding)
-        self._names = list(wanted)
+        column_names = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
+        self._parts = parts_of(schema, list(column_names), set(images), stack, ragged, padding)
+        self._names = list(column_names)
         self._groups = self._kept_groups(filters)
         self._sizes: Indices = np.array([group.rows for group in self._groups], np.int64)
         self._ends = np.cumsum(self._sizes)
@@ -185,7 +185,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         number = int(np.searchsorted(self._ends, index, side="right"))
         group = self._groups[number]
         inside = index - int(self._ends[number] - group.rows)
-        row = inside if group.kept is None else int(group.kept[inside])
+        row = inside if group.selected is None else int(group.selected[inside])
         return f"{self._files[group.file]}, row group {group.number}, row {row} of it"
 
     def _loaded(self, number: int) -> list[Any]:
@@ -228,8 +228,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             table = file.read(group.number, self._names, coming)
         else:
             table = file.read(group.number, self._names)
-        if group.kept is not None:
-            table = table.take(group.kept)
+        if group.selected is not None:
+            table = table.take(group.selected)
         return [part.load(table, f"{file}, row group {group.number}") for part in self._parts]
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
@@ -253,12 +253,12 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             for file in self._files
         ]
         if filters is None:
-            return [_Group(file, n, rows) for file, own in enumerate(counts) for n, rows in enumerate(own) if rows]
+            return [_Group(file, n, rows) for file, sizes in enumerate(counts) for n, rows in enumerate(sizes) if rows]
         import pyarrow as pa
         import pyarrow.dataset as ds
         import pyarrow.parquet as pq
 
-        def kept(candidate: tuple[int, int, list[str]]) -> _Group:
+        def filtered(candidate: tuple[int, int, list[str]]) -> _Group:
             file, number, names = candidate
             table = self._files[file].read(number, names)
             return _Group(file, number, counts[file][number], _passing(table, condition))
@@ -279,7 +279,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                     # match (column "a" in "label") costs only time.
                     names = [name for name in file.schema.names if name in str(condition)]
                     possible.append((number, part.row_groups[0].id, names))
-            return [group for group in together(kept, possible, _FILTERING) if group.rows]
+            return [group for group in together(filtered, possible, _FILTERING) if group.rows]
         except (pa.ArrowException, ValueError, TypeError) as error:
             raise HastenError(f"filters={filters!r} cannot be applied: {error}") from error
 

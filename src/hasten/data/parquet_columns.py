@@ -170,11 +170,11 @@ def parts_of(
 
     is_a = pa.types
     parts: list[Any] = []
-    taken = {name for group in stack.values() for name in group}
+    stacked = {name for group in stack.values() for name in group}
     for title, group in stack.items():
-        kinds = sorted({str(schema.field(name).type) for name in group})
-        if len(kinds) > 1 or not _is_number(schema.field(group[0]).type):
-            raise HastenError(f"stack={{{title!r}: ...}} takes columns of one type of number, not {', '.join(kinds)}")
+        types = sorted({str(schema.field(name).type) for name in group})
+        if len(types) > 1 or not _is_number(schema.field(group[0]).type):
+            raise HastenError(f"stack={{{title!r}: ...}} takes columns of one type of number, not {', '.join(types)}")
         parts.append(Scalars(group, title))
     scalars: dict[str, list[str]] = {}
     for name in names:
@@ -183,7 +183,7 @@ def parts_of(
             if not (is_a.is_binary(kind) or is_a.is_large_binary(kind) or is_a.is_struct(kind)):
                 raise HastenError(f"column {name!r} is {kind}: images are columns of bytes, or of {{bytes, path}}")
             parts.append(PassedThrough(name, image=True))
-        elif name in taken:
+        elif name in stacked:
             continue
         elif _is_number(kind) or is_a.is_temporal(kind):
             scalars.setdefault(str(kind), []).append(name)

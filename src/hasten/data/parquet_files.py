@@ -18,7 +18,7 @@ from hasten.data.remote.stores import shown
 from hasten.data.remote.web import WebStore
 from hasten.errors import HastenError
 
-_WHAT = "give a file, a folder with *.parquet, or a pattern"
+_HINT = "give a file, a folder with *.parquet, or a pattern"
 
 
 class LocalFile:
@@ -117,19 +117,19 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
             f"remote={remote!r} must be a hasten.data.Remote", "remote=Remote(cache_dir=..., timeout=...)"
         )
     reader: Reader | None = None
-    found: list[LocalFile | str] = []
+    sources: list[LocalFile | str] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         text = os.fspath(path)
         if text.startswith("file://"):
             text = unquote(urlsplit(text).path)
         if "://" not in text:
-            found += _local(text)
+            sources += _local(text)
         else:
             reader = reader or Reader(remote or Remote())
-            found += _remote(text, reader)
-    if not found:
+            sources += _remote(text, reader)
+    if not sources:
         raise HastenError("ParquetDataset was given no path")
-    local_files = [file for file in found if isinstance(file, LocalFile)]
+    local_files = [file for file in sources if isinstance(file, LocalFile)]
     if any(file.values for file in local_files):
         partitions = Partitions((file.path, file.values) for file in local_files)
         for file in local_files:
@@ -141,7 +141,7 @@ def files_of(paths: Any, remote: Remote | None) -> tuple[list[LocalFile | Remote
     def opened(file: LocalFile | str) -> LocalFile | RemoteFile:
         return RemoteFile(file, known) if isinstance(file, str) else file
 
-    return together(opened, found, reader.remote.connections), reader
+    return together(opened, sources, reader.remote.connections), reader
 
 
 def together(call: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
@@ -164,7 +164,7 @@ def _local(text: str) -> list[LocalFile]:
         matches = sorted(map(Path, glob.glob(text, recursive=True)))  # noqa: PTH207
     folders = {path: folder for folder in matches for path in (files_in(folder) if folder.is_dir() else [folder])}
     if not folders:
-        raise HastenError(f"no Parquet file at {text}", _WHAT)
+        raise HastenError(f"no Parquet file at {text}", _HINT)
     return [LocalFile(path, values_in(path, folder)) for path, folder in folders.items()]
 
 
@@ -183,6 +183,6 @@ def _remote(url: str, reader: Reader) -> list[str]:
     if not urls:
         raise HastenError(
             f"no Parquet file at {shown(url)}",
-            f"{_WHAT}; a web server has to list the folder, else give the files' own URLs as a list",
+            f"{_HINT}; a web server has to list the folder, else give the files' own URLs as a list",
         )
     return urls

@@ -68,11 +68,11 @@ class LaneOrder:
         for lane in np.unique(positions % self._lanes).tolist():
             begin = int(self._lane_starts[lane])
             end = int(self._lane_starts[lane + 1]) if lane + 1 < self._lanes else int(self._ends[-1])
-            done = max(0, -(-(first - lane) // self._lanes))  # rows of this lane before the first position
-            slot = int(np.searchsorted(self._ends, begin + done, side="right"))
+            rows_done = max(0, -(-(first - lane) // self._lanes))  # rows of this lane before the first position
+            slot = int(np.searchsorted(self._ends, begin + rows_done, side="right"))
             while slot < len(self._groups):
                 group = int(self._groups[slot])
-                place = max(int(self._ends[slot] - self._sizes[group]), begin + done)
+                place = max(int(self._ends[slot] - self._sizes[group]), begin + rows_done)
                 if place >= end:
                     break
                 openings.append(((place - begin) * self._lanes + lane, group))

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from hasten.errors import HastenError
 
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-_WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # at most 18 digits: always fits 64 bits
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")  # at most 18 digits: always fits 64 bits
 _NUMBER = re.compile(r"-?(0|[1-9]\d{0,14})(\.\d+)?([eE][+-]?\d+)?|NaN|-?Infinity")  # float64 would round longer ones
 
 
@@ -64,18 +64,20 @@ class Partitions:
         known = list(values)
         self.types: dict[str, Any] = {}
         first, keys = known[0][0], list(known[0][1])
-        for path, own in known:
-            if list(own) != keys:
-                says = "in folders " + ", ".join(f"{key}=..." for key in own) if own else "in no folder key=value"
-                others = ", ".join(f"{key}=..." for key in keys) or "none"
+        for path, texts in known:
+            if list(texts) != keys:
+                says = "in folders " + ", ".join(f"{key}=..." for key in texts) if texts else "in no folder key=value"
+                expected = ", ".join(f"{key}=..." for key in keys) or "none"
                 raise HastenError(
-                    f"{path} lies {says}, and {first} in {others}", "give the files of one layout at a time"
+                    f"{path} lies {says}, and {first} in {expected}", "give the files of one layout at a time"
                 )
         for key in keys:
-            texts = [own[key] for _, own in known if own[key] is not None]
-            whole = all(_WHOLE.fullmatch(text) for text in texts if text is not None)
-            number = all(_NUMBER.fullmatch(text) for text in texts if text is not None)
-            self.types[key] = pa.int64() if whole and texts else pa.float64() if number and texts else pa.string()
+            present = [texts[key] for _, texts in known if texts[key] is not None]
+            integers = all(_INTEGER.fullmatch(text) for text in present if text is not None)
+            number = all(_NUMBER.fullmatch(text) for text in present if text is not None)
+            self.types[key] = (
+                pa.int64() if integers and present else pa.float64() if number and present else pa.string()
+            )
 
     def added(self, table: Any, values: dict[str, str | None], rows: int) -> Any:
         """Return a table with the partition columns appended.

@@ -58,7 +58,7 @@ class Position:
         self._reused = False  # whether the open pass uses persistent workers of an earlier pass
         self._watch: WorkerWatch | None = None
         self._fetcher: Any = None
-        self._way = "replay"
+        self._method = "replay"
         self._before = 0  # batches of the open pass consumed before it was resumed (way "own" only)
         self._waiting: dict[str, Any] | None = None  # a loaded state whose workers the next `begin` has to start
 
@@ -66,7 +66,7 @@ class Position:
         """Begin a pass and return `iter(loader)`, with the same random draws and, without workers, torch's iterator."""
         loader = self.loader
         if has_own_place(loader):
-            self._begun, self._way, self._before = {}, "own", 0
+            self._begun, self._method, self._before = {}, "own", 0
             return iter(loader)
         self._begun = self._now()
         running = loader._iterator if is_persistent(loader) else None
@@ -84,7 +84,7 @@ class Position:
         self._begun["workers"] = {} if watch is None else watch.at(0)[0]
         with watching(loader, watch or WorkerWatch()):
             iterator: Iterator[Any] = iter(loader)
-        self._choose_way(iterator)
+        self._choose_method(iterator)
         return iterator
 
     def first(self) -> None:
@@ -92,7 +92,7 @@ class Position:
 
         Call it if something has drawn random numbers since `begin`.
         """
-        if self._begun is not None and self._way != "own" and not workers_of(self.loader):
+        if self._begun is not None and self._method != "own" and not workers_of(self.loader):
             self._begun["first"] = rng.state()
 
     def end(self) -> None:
@@ -141,23 +141,23 @@ class Position:
     def _within(self, batches: int) -> dict[str, Any]:
         """Return the entries that only a state in the middle of a pass has."""
         assert self._begun is not None
-        state = {"batches": batches, "way": self._way, "digest": rng.digest(), "reused": self._reused}
+        state = {"batches": batches, "way": self._method, "digest": rng.digest(), "reused": self._reused}
         state["begun"] = {name: self._begun[name] for name in ("rng", "own", "first") if name in self._begun}
         as_of = batches
-        if self._way == "loader":
-            own = copy.deepcopy(self.loader.state_dict())
+        if self._method == "loader":
+            loader_state = copy.deepcopy(self.loader.state_dict())
             if isinstance(self.loader, DataLoader):
                 # torchdata restarts from its last snapshot and replays the batches since, so take the workers' RNG
                 # states as of that snapshot.
-                as_of = batches - own.get("_steps_since_snapshot", 0)
+                as_of = batches - loader_state.get("_steps_since_snapshot", 0)
                 # For a persistent worker that has not given a batch of this pass yet, torchdata still has the state in
                 # which it ended the previous pass.
                 state["early"] = self._reused and is_iterable(self.loader) and as_of < workers_of(self.loader)
-            if isinstance(self.loader, DataLoader) and not _holds_data_state(own):
+            if isinstance(self.loader, DataLoader) and not _holds_data_state(loader_state):
                 state["way"] = "replay"  # torchdata would replay too, but with RNG states that we don't control
             else:
-                state["loader"] = own
-        elif self._way == "dataset":
+                state["loader"] = loader_state
+        elif self._method == "dataset":
             dataset, inner = dataset_of(self.loader), self._fetcher.dataset_iter
             own_state = is_stateful(dataset) and inner is not dataset
             state["dataset"] = copy.deepcopy(dataset.state_dict()) if own_state else None
@@ -199,40 +199,40 @@ class Position:
             self._resume_between(state)
             return None
         batches, begun = state["batches"], state["begun"]
-        way = self._way_now(state)
-        if way == "skip" and workers_of(loader) and is_stateful(dataset_of(loader)):
+        method = self._method_now(state)
+        if method == "skip" and workers_of(loader) and is_stateful(dataset_of(loader)):
             _warn(
                 ["what the dataset keeps in its workers is not saved: it starts afresh (a StatefulDataLoader saves it)"]
             )
-        if way == "replay" and state["way"] != "replay":
+        if method == "replay" and state["way"] != "replay":
             _warn([f"the loader cannot go on by its own state any more; {batches} batches are drawn again instead"])
         rng.restore(begun["rng"])
         rng.set_states(rng.find(loader), begun["own"])
-        plan = self._plan(state, batches if way == "skip" else 0, begun if state["reused"] else None)
+        plan = self._plan(state, batches if method == "skip" else 0, begun if state["reused"] else None)
         self._begun = {**begun, "workers": dict(plan.start)}
         self._reused = state["reused"]
-        iterator = self._restart(state, way, plan)
+        iterator = self._restart(state, method, plan)
         _warn(doubts(state, plan))
         self._set_own(state["own"])
         return iterator
 
-    def _restart(self, state: dict[str, Any], way: str, plan: WorkerWatch) -> Iterator[Any]:
+    def _restart(self, state: dict[str, Any], method: str, plan: WorkerWatch) -> Iterator[Any]:
         """Begin the pass again and move it to the state's position; set `plan.short` and `plan.drew`."""
         loader, batches = self.loader, state["batches"]
-        if way == "loader":
+        if method == "loader":
             loader.load_state_dict(copy.deepcopy(state["loader"]))
-        elif way == "dataset" and state["dataset"] is not None:
+        elif method == "dataset" and state["dataset"] is not None:
             dataset_of(loader).load_state_dict(copy.deepcopy(state["dataset"]))
         with watching(loader, plan):
             iterator: Iterator[Any] = iter(loader)
-        self._choose_way(iterator)
-        if way == "dataset" and state["dataset_iter"] is not None:
+        self._choose_method(iterator)
+        if method == "dataset" and state["dataset_iter"] is not None:
             self._fetcher.dataset_iter.load_state_dict(copy.deepcopy(state["dataset_iter"]))
-        elif way == "skip" and not workers_of(loader):
+        elif method == "skip" and not workers_of(loader):
             self._skip(iterator, state, plan)
-        elif way == "replay":
+        elif method == "replay":
             plan.short, plan.drew = _replay(iterator, batches)
-        if isinstance(iterator, _BaseDataLoaderIter) and way in ("skip", "dataset"):
+        if isinstance(iterator, _BaseDataLoaderIter) and method in ("skip", "dataset"):
             iterator._num_yielded = batches  # numbers the workers' recorded states, and tells read_ahead what is left
         return iterator
 
@@ -258,7 +258,7 @@ class Position:
                 f"{type(self.loader).__name__}: only a hasten.data.DataLoader reads and writes its own states",
                 "resume with the loader of before, or from a checkpoint made between epochs",
             )
-        self._begun, self._way = None, "own"
+        self._begun, self._method = None, "own"
         self.loader.load_state_dict(state["loader"])
         if not state["open"]:
             return None
@@ -304,10 +304,10 @@ class Position:
         workers = state.get("workers")
         if not workers or workers["number"] != workers_of(self.loader):
             return WorkerWatch(skip=skip, before_reset=before_reset, depth=_depth(self.loader))
-        states = {int(worker): rng.to_raw(kept) for worker, kept in workers["states"].items()}
+        states = {int(worker): rng.to_raw(worker_state) for worker, worker_state in workers["states"].items()}
         return WorkerWatch(states, workers["base_seed"], skip, before_reset, _depth(self.loader))
 
-    def _choose_way(self, iterator: Any) -> None:
+    def _choose_method(self, iterator: Any) -> None:
         """Choose the way in which the pass that has just begun can be resumed."""
         loader = self.loader
         is_torch_iterator = isinstance(loader, DataLoader) and isinstance(iterator, _BaseDataLoaderIter)
@@ -319,16 +319,16 @@ class Position:
             and not is_iterable(loader)
             and not (workers_of(loader) and is_stateful(loader.dataset) and is_stateful(loader))
         ):
-            self._way = "skip"
+            self._method = "skip"
         elif is_stateful(loader) and (known or not isinstance(loader, DataLoader)):
-            self._way = "loader"
+            self._method = "loader"
         elif known and self._fetcher is not None and not isinstance(loader.dataset, IterDataPipe):
             stateful = is_stateful(loader.dataset) or is_stateful(self._fetcher.dataset_iter)
-            self._way = "dataset" if stateful else "replay"
+            self._method = "dataset" if stateful else "replay"
         else:
-            self._way = "replay"
+            self._method = "replay"
 
-    def _way_now(self, state: dict[str, Any]) -> str:
+    def _method_now(self, state: dict[str, Any]) -> str:
         """Return the way in which the state was saved if this loader still supports it, else "replay"."""
         way, loader = str(state["way"]), self.loader
         same_workers = state["facts"].get("num_workers", 0) == workers_of(loader)
@@ -357,9 +357,9 @@ def _put_back(loader: Any, before: dict[str, Any]) -> None:
     rng.set_states(rng.find(loader), before["own"])
 
 
-def _workers_state(watch: WorkerWatch, states: dict[int, Any], lost: list[int]) -> dict[str, Any]:
+def _workers_state(watch: WorkerWatch, states: dict[int, Any], lost_workers: list[int]) -> dict[str, Any]:
     plain = {str(worker): rng.from_raw(state) for worker, state in states.items()}
-    return {"base_seed": watch.base_seed, "states": plain, "lost": lost, "number": watch.number}
+    return {"base_seed": watch.base_seed, "states": plain, "lost": lost_workers, "number": watch.number}
 
 
 def _depth(loader: Any) -> int:
@@ -368,12 +368,12 @@ def _depth(loader: Any) -> int:
     return 8 + int(every) // max(workers_of(loader), 1)
 
 
-def _holds_data_state(own: Any) -> bool:
+def _holds_data_state(loader_state: Any) -> bool:
     """Return whether a StatefulDataLoader's state contains a state of its dataset, or of the dataset's iterator."""
-    if not isinstance(own, dict):
+    if not isinstance(loader_state, dict):
         return False
-    here = any(own.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
-    return here or any(_holds_data_state(inner) for inner in own.values())
+    has_state = any(loader_state.get(name) is not None for name in ("dataset_state", "dataset_iter_state"))
+    return has_state or any(_holds_data_state(inner) for inner in loader_state.values())
 
 
 def _warn(messages: list[str]) -> None:

@@ -57,14 +57,14 @@ class ReadFunction:
     def __init__(self, function: Any, threads: int, let_go: Callable[[str], None]) -> None:
         self.function = self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", "loader")
-        self.heard: list[Any] = []  # the keys that the current batch has asked for
+        self.requested_keys: list[Any] = []  # the keys that the current batch has asked for
         self.ways: list[Any] = []  # see FilePredictor
         self._let_go, self._count = let_go, threads
         self._pid = os.getpid()
         self._pool: ThreadPool | None = None
         self._depth: Depth | None = None  # of the pass that began last
         self._ready: dict[Any, deque[tuple[Task, Depth]]] = {}
-        self._checked = self._taken = 0
+        self._checked = self._results_taken = 0
         self._size = 1
         self._lock = threading.RLock()  # two threads of the script may iterate over two passes
         self.over = False
@@ -75,15 +75,15 @@ class ReadFunction:
         if kwargs or len(args) != 1 or not isinstance(args[0], _KEYS) or self.over or self._pid != os.getpid():
             return self.function(*args, **kwargs)
         key = args[0]
-        if len(self.heard) < _MOST_HEARD:
-            self.heard.append(key)
+        if len(self.requested_keys) < _MOST_HEARD:
+            self.requested_keys.append(key)
         if self._checked < _CHECKED:
             return self._looked_over(key)
         task = self._take(key)
         if task is None or not self._may_give(task):
             return self.function(key)
-        self._taken += 1
-        if self._taken <= _AUDITED or _lot.random() * _LOT < 1:
+        self._results_taken += 1
+        if self._results_taken <= _AUDITED or _lot.random() * _LOT < 1:
             return self._audited(task)
         hear_again(task.files.items())
         return task.take()
@@ -197,20 +197,20 @@ class ReadFunction:
         """Call the function on this thread, and end reading ahead if the call does something that forbids it."""
         before = random_states()
         with opened() as record:
-            made = self.function(key)
+            result = self.function(key)
         self._checked += 1
-        whole = self._checked <= _WHOLE_LOOKS
+        in_full = self._checked <= _WHOLE_LOOKS
         if random_states() != before:
             self.end("its function draws random numbers")
         elif record.doing:
             self.end(f"reading a sample {record.doing}")
-        elif self._snapshot.changed_at_all() if whole else self._snapshot.changed_small():
+        elif self._snapshot.changed_at_all() if in_full else self._snapshot.changed_small():
             self.end("reading a sample changes what its function depends on")
-        elif why := why_no_round_trip(made):
+        elif why := why_no_round_trip(result):
             self.end(f"what its function gives {why}")
         else:
-            self._size = max(self._size, bytes_of(made) or (len(pack(made)) if whole else 1))
-        return made
+            self._size = max(self._size, bytes_of(result) or (len(pack(result)) if in_full else 1))
+        return result
 
 
 class ReadAheadSampler:
@@ -228,15 +228,15 @@ class ReadAheadSampler:
     def __init__(self, iterator: Any, function: ReadFunction, foresight: FilePredictor) -> None:
         sampler = iterator._index_sampler
         self._order: Iterator[list[int]] = iterator._sampler_iter
-        self._left = len(sampler) - iterator._num_yielded
+        self._batches_left = len(sampler) - iterator._num_yielded
         self._sampler = getattr(sampler, "hasten_whole", sampler)  # the whole sampler, if a trial shortens it
         self._size = self._sampler.batch_size
         self._function, self._foresight = function, foresight
         self._depth = function.depth()
         self._drawn: deque[tuple[list[int], list[Task]]] = deque()
-        self._given: tuple[list[int], list[Task]] = ([], [])
+        self._current: tuple[list[int], list[Task]] = ([], [])
         self._in_vain = 0
-        function.heard.clear()
+        function.requested_keys.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -247,11 +247,11 @@ class ReadAheadSampler:
             self._batch_again()
         if self._reads():
             self._draw()
-        self._given = self._drawn.popleft() if self._drawn else (self._next(), [])
-        return self._given[0]
+        self._current = self._drawn.popleft() if self._drawn else (self._next(), [])
+        return self._current[0]
 
     def _next(self) -> list[int]:
-        self._left -= 1
+        self._batches_left -= 1
         return next(self._order)
 
     def _reads(self) -> bool:
@@ -261,29 +261,29 @@ class ReadAheadSampler:
 
     def _draw(self) -> None:
         """Draw the indices of coming batches and request their files."""
-        while self._left > 0 and len(self._drawn) <= _BATCHES:
+        while self._batches_left > 0 and len(self._drawn) <= _BATCHES:
             try:
                 batch = self._next()
             except StopIteration:  # a trial ends the pass early
-                self._left = 0
+                self._batches_left = 0
                 return
             keys = [key for index in batch for key in self._foresight.keys(index)]
             self._drawn.append((batch, [self._function.want(key, self._depth) for key in keys]))
 
     def _end_of_batch(self) -> None:
         """Learn from the batch that was made, and drop the results that it did not use."""
-        batch, tasks = self._given
+        batch, tasks = self._current
         function = self._function
         function.turn(self._depth)
         if batch and not self._foresight.knows:
-            self._foresight.learn(batch, function.heard)
-        function.heard.clear()
+            self._foresight.learn(batch, function.requested_keys)
+        function.requested_keys.clear()
         if tasks:
             unused = function.drop(tasks)
             self._in_vain = self._in_vain + 1 if unused == len(tasks) else 0
             if self._in_vain >= _IN_VAIN:
                 self._stop()
-        self._given = ([], [])
+        self._current = ([], [])
 
     def _stop(self) -> None:
         """Drop all requests of this pass, but keep the drawn indices."""
@@ -297,7 +297,7 @@ class ReadAheadSampler:
         rest = itertools.chain.from_iterable([batch for batch, _ in self._drawn])
         self._drawn.clear()
         self._order = batches(itertools.chain(rest, itertools.chain.from_iterable(self._order)), self._sampler)
-        self._size, self._left, self._in_vain = self._sampler.batch_size, 0, _IN_VAIN
+        self._size, self._batches_left, self._in_vain = self._sampler.batch_size, 0, _IN_VAIN
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # an abandoned pass: nobody will use the rest

@@ -40,7 +40,7 @@ class Task:
     """
 
     __slots__ = (
-        *("_claim", "_done", "doing", "failed", "files", "key", "made_at", "seconds", "sets"),
+        *("_claim", "_finished", "doing", "failed", "files", "key", "made_at", "seconds", "sets"),
         *("settled", "size", "value"),
     )
 
@@ -48,7 +48,7 @@ class Task:
         self.key = key
         self.size, self.seconds, self.made_at = 0, 0.0, 0.0
         self.sets = default_type.sets()
-        self._claim, self._done = threading.Lock(), threading.Event()
+        self._claim, self._finished = threading.Lock(), threading.Event()
         self.value: Any = None
         self.failed = self.settled = False
         self.files: dict[str, Any] = {}
@@ -60,10 +60,10 @@ class Task:
 
     def wait(self) -> float:
         """Wait until the thread that claimed it has made it; return the seconds waited."""
-        if self._done.is_set():
+        if self._finished.is_set():
             return 0.0
         began = time.perf_counter()
-        self._done.wait()
+        self._finished.wait()
         return time.perf_counter() - began
 
     def take(self) -> Any:
@@ -75,7 +75,7 @@ class Task:
         """Make the result on this thread, unless the task is claimed already."""
         if not self.claim():
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             with opened() as record:
                 self.value = context.run(function, self.key)
@@ -85,8 +85,8 @@ class Task:
             self.failed = True
         finally:
             self.made_at = time.perf_counter()
-            self.seconds = self.made_at - began
-            self._done.set()
+            self.seconds = self.made_at - started
+            self._finished.set()
 
 
 def bytes_of(sample: Any) -> int:
@@ -116,7 +116,7 @@ class ThreadPool:
         global _hooked
         self._tasks: queue.SimpleQueue[tuple[Task, Context] | None] = queue.SimpleQueue()
         self._busy = [threading.Lock() for _ in range(count)]
-        self._held: list[Any] = []
+        self._paused: list[Any] = []
         self.threads = [
             threading.Thread(
                 target=_work, args=(self._tasks, function, busy), name=f"hasten-ahead-{number}", daemon=True
@@ -129,23 +129,23 @@ class ThreadPool:
         _pools.add(self)
         if not _hooked:
             _hooked = True
-            os.register_at_fork(before=_rest, after_in_parent=_go_on, after_in_child=_go_on)
+            os.register_at_fork(before=_pause_all, after_in_parent=_go_on, after_in_child=_go_on)
 
     def put(self, task: Task) -> None:
         """Queue a task."""
         self._tasks.put((task, copy_context()))  # np.errstate and the like are context variables
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Wait until each thread is between two tasks, and hold it there."""
         for thread, busy in zip(self.threads, self._busy, strict=True):
             # With a timeout: a thread that waits for a lock of the forking thread (during an import) never finishes.
             if thread is not threading.current_thread() and busy.acquire(timeout=_PATIENCE):
-                self._held.append(busy)
+                self._paused.append(busy)
 
     def go_on(self) -> None:
-        """Let the threads continue after `rest`."""
-        while self._held:
-            self._held.pop().release()
+        """Let the threads continue after `pause`."""
+        while self._paused:
+            self._paused.pop().release()
 
 
 def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
@@ -162,9 +162,9 @@ def _end(tasks: Any, count: int) -> None:
         tasks.put(None)
 
 
-def _rest() -> None:
+def _pause_all() -> None:
     for pool in list(_pools):
-        pool.rest()
+        pool.pause()
 
 
 def _go_on() -> None:

@@ -30,18 +30,18 @@ def state(device_types: Sequence[str] = ("cuda", "xpu", "mps")) -> dict[str, Any
     Returns:
         Plain values and uint8 tensors on the CPU, 10 KB plus 16 bytes per device, for `restore`.
     """
-    found: dict[str, Any] = {"python": _python(random.getstate()), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {"python": _python(random.getstate()), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy"] = _plain(numpy.random.get_state(legacy=False))
+        states["numpy"] = _plain(numpy.random.get_state(legacy=False))
     for kind in device_types:
         module = getattr(torch, kind, None)
         if module is None or not module.is_available():
             continue
         if kind == "mps":
-            found[kind] = [module.get_rng_state()]
+            states[kind] = [module.get_rng_state()]
         elif module.is_initialized():
-            found[kind] = list(module.get_rng_state_all())
-    return found
+            states[kind] = list(module.get_rng_state_all())
+    return states
 
 
 def restore(states: dict[str, Any]) -> None:
@@ -85,78 +85,78 @@ def find(root: Any) -> dict[str, Any]:
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
+    visited: set[int] = set()
     level = [("", root)]
     for _ in range(_DEPTH):
         below: list[tuple[str, Any]] = []
-        for path, thing in level:
-            if id(thing) in seen or len(seen) > _MOST or thing is None or isinstance(thing, _OPAQUE):
+        for path, value in level:
+            if id(value) in visited or len(visited) > _MOST or value is None or isinstance(value, _OPAQUE):
                 continue
-            seen.add(id(thing))
-            if is_generator(thing):
-                yield path, thing
+            visited.add(id(value))
+            if is_generator(value):
+                yield path, value
                 continue
-            epoch = getattr(thing, "__dict__", {}).get("epoch")
+            epoch = getattr(value, "__dict__", {}).get("epoch")
             if isinstance(epoch, int) and not isinstance(epoch, bool):
-                yield f"{path}.epoch".lstrip("."), thing
-            below.extend((f"{path}.{name}".lstrip("."), inner) for name, inner in _inside(thing))
+                yield f"{path}.epoch".lstrip("."), value
+            below.extend((f"{path}.{name}".lstrip("."), inner) for name, inner in _inside(value))
         level = below
 
 
-def _inside(thing: Any) -> list[tuple[Any, Any]]:
-    if isinstance(thing, dict):
-        return list(thing.items()) if len(thing) <= _SHORT else []
-    if isinstance(thing, (list, tuple)):
-        return list(enumerate(thing)) if len(thing) <= _SHORT else []
-    if isinstance(thing, MethodType):
-        return [("__self__", thing.__self__)]
-    return [(name, inner) for name, inner in getattr(thing, "__dict__", {}).items() if name != "_iterator"]
+def _inside(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= _SHORT else []
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value)) if len(value) <= _SHORT else []
+    if isinstance(value, MethodType):
+        return [("__self__", value.__self__)]
+    return [(name, inner) for name, inner in getattr(value, "__dict__", {}).items() if name != "_iterator"]
 
 
-def is_generator(thing: Any) -> bool:
+def is_generator(value: Any) -> bool:
     """Return whether an object is a random generator whose state can be copied."""
-    if isinstance(thing, torch.Generator | random.Random):
-        return not isinstance(thing, random.SystemRandom)
+    if isinstance(value, torch.Generator | random.Random):
+        return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(thing, numpy.Generator | numpy.RandomState)
+    return numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
 
 
-def states_of(found: dict[str, Any]) -> dict[str, Any]:
+def states_of(generators: dict[str, Any]) -> dict[str, Any]:
     """Return the states of the generators and counters that `find` returned, as plain values and tensors."""
-    return {path: _state_of(thing) for path, thing in found.items()}
+    return {path: _state_of(generator) for path, generator in generators.items()}
 
 
-def _state_of(thing: Any) -> Any:
-    if isinstance(thing, torch.Generator):
-        return thing.get_state()
-    if isinstance(thing, random.Random):
-        return _python(thing.getstate())
-    if not is_generator(thing):
-        return thing.epoch
-    if hasattr(thing, "bit_generator"):
-        return _plain(thing.bit_generator.state)
-    return _plain(thing.get_state(legacy=False))
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return _python(generator.getstate())
+    if not is_generator(generator):
+        return generator.epoch
+    if hasattr(generator, "bit_generator"):
+        return _plain(generator.bit_generator.state)
+    return _plain(generator.get_state(legacy=False))
 
 
-def set_states(found: dict[str, Any], states: dict[str, Any]) -> list[str]:
+def set_states(generators: dict[str, Any], states: dict[str, Any]) -> list[str]:
     """Restore the generators and counters to the states that `states_of` returned.
 
     Returns:
         The paths that only one of the two has, or that now hold something of another kind; those are left unchanged.
     """
-    strange = sorted(set(found) ^ set(states))
-    for path in found.keys() & states.keys():
-        thing, saved = found[path], states[path]
-        if isinstance(thing, torch.Generator) and isinstance(saved, torch.Tensor):
-            thing.set_state(saved.cpu())
-        elif not is_generator(thing) and isinstance(saved, int):
-            thing.epoch = saved
-        elif isinstance(thing, random.Random) and isinstance(saved, dict) and "words" in saved:
-            thing.setstate(_of_python(saved))
-        elif hasattr(thing, "bit_generator") and _same_kind(thing.bit_generator.state, saved):
-            thing.bit_generator.state = saved
-        elif hasattr(thing, "set_state") and not isinstance(thing, torch.Generator) and isinstance(saved, dict):
-            thing.set_state(saved)
+    strange = sorted(set(generators) ^ set(states))
+    for path in generators.keys() & states.keys():
+        generator, saved = generators[path], states[path]
+        if isinstance(generator, torch.Generator) and isinstance(saved, torch.Tensor):
+            generator.set_state(saved.cpu())
+        elif not is_generator(generator) and isinstance(saved, int):
+            generator.epoch = saved
+        elif isinstance(generator, random.Random) and isinstance(saved, dict) and "words" in saved:
+            generator.setstate(_of_python(saved))
+        elif hasattr(generator, "bit_generator") and _same_kind(generator.bit_generator.state, saved):
+            generator.bit_generator.state = saved
+        elif hasattr(generator, "set_state") and not isinstance(generator, torch.Generator) and isinstance(saved, dict):
+            generator.set_state(saved)
         else:
             strange.append(path)
     return strange
@@ -166,20 +166,20 @@ def _same_kind(now: Any, saved: Any) -> bool:
     return isinstance(saved, dict) and saved.get("bit_generator") == now.get("bit_generator")
 
 
-def raw(found: dict[str, Any]) -> tuple[Any, ...]:
+def raw(generators: dict[str, Any]) -> tuple[Any, ...]:
     """Return `state(())` and `states_of(found)` in a form that is quick to take, compare and send to a process."""
-    own = tuple((path, _bytes(kept)) for path, kept in states_of(found).items()) if found else ()
+    own = tuple((path, _bytes(state)) for path, state in states_of(generators).items()) if generators else ()
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else _numpy_raw(numpy), _bytes(torch.get_rng_state()), own
 
 
 def from_raw(packed: tuple[Any, ...]) -> dict[str, Any]:
     """Convert the result of `raw` to plain values: those of `state(())`, with the object's own states under "own"."""
-    python, numpy, cpu, own = packed
+    python, numpy, cpu, own_states = packed
     states: dict[str, Any] = {
         "python": _python(python),
         "torch": _tensor(cpu),
-        "own": {path: _tensor(kept) if isinstance(kept, bytes) else kept for path, kept in own},
+        "own": {path: _tensor(state) if isinstance(state, bytes) else state for path, state in own_states},
     }
     if numpy is not None:
         import numpy as np
@@ -212,8 +212,8 @@ def _python(state: tuple[Any, ...]) -> dict[str, Any]:
     return {"version": version, "words": list(words), "gauss": gauss}
 
 
-def _of_python(kept: dict[str, Any]) -> tuple[Any, ...]:
-    return kept["version"], tuple(kept["words"]), kept["gauss"]
+def _of_python(state: dict[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(state["words"]), state["gauss"]
 
 
 def _numpy_raw(numpy: Any) -> tuple[Any, ...]:
@@ -221,12 +221,12 @@ def _numpy_raw(numpy: Any) -> tuple[Any, ...]:
     return kind, key.tobytes(), int(position), int(has_gauss), float(cached)
 
 
-def _bytes(kept: Any) -> Any:
-    return kept.cpu().numpy().tobytes() if isinstance(kept, torch.Tensor) else kept
+def _bytes(value: Any) -> Any:
+    return value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
-def _tensor(kept: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(kept), dtype=torch.uint8)
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _plain(value: Any) -> Any:

@@ -19,15 +19,15 @@ def why_no_round_trip(value: Any, by_torch: bool = False) -> str:
         value: The sample or batch.
         by_torch: It travels through torch's queues, where tensors that share memory still share it afterwards.
     """
-    queue, seen = deque([value]), set()
+    queue, visited = deque([value]), set()
     unknown = ""
     places: list[tuple[int, int]] = []  # memory of arrays and tensors: copies of overlapping ones would not overlap
     while queue:
         part = queue.popleft()
         kind = type(part)
-        if kind in ATOMS or id(part) in seen:
+        if kind in ATOMS or id(part) in visited:
             continue
-        seen.add(id(part))
+        visited.add(id(part))
         if kind in (list, tuple, set, frozenset):
             queue.extend(part)
         elif kind in (dict, OrderedDict):

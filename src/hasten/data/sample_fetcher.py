@@ -119,7 +119,7 @@ class SampleFetcher(Dataset[Any]):
         self.partial = False  # whether the current batch is only a part of one (see first_batches)
         self.worker: int | None = None
         self._beat = np.zeros(4, np.int64)  # the current sample: index, start (ns), batch number
-        self.whole = getattr(dataset, "read_batch", None)  # a ParquetDataset reads whole batches: no collate
+        self.read_batch = getattr(dataset, "read_batch", None)  # a ParquetDataset reads whole batches: no collate
         self.reseed = None
         if not draws_nothing(dataset, collate):
             self.reseed = Reseed({"dataset": dataset, "collate_fn": collate}, shared)
@@ -146,8 +146,8 @@ class SampleFetcher(Dataset[Any]):
             batch = KeyedBatch(list(batch), 0, 0, 0)
         self.faults = []
         try:
-            if self.whole is not None:
-                return [self._whole(self.whole, batch)]
+            if self.read_batch is not None:
+                return [self._read_batch(self.read_batch, batch)]
             many = getattr(self.dataset, "__getitems__", None)
             samples = self._together(many, batch) if many is not None else self._each(batch)
             self.partial = isinstance(batch, KeyedPart)
@@ -178,7 +178,7 @@ class SampleFetcher(Dataset[Any]):
                 error.add_note(self._note(f"one of the samples {_few(batch)}", batch, error))
                 raise
 
-    def _whole(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
+    def _read_batch(self, read: Callable[[list[int]], Any], batch: KeyedBatch) -> Any:
         """Read a batch at once; if that fails, find the samples that fail and read the others."""
         with self._at_once(batch):
             return read(batch)
@@ -191,8 +191,8 @@ class SampleFetcher(Dataset[Any]):
                 if isinstance(error, RemoteError):  # the server is down, not one sample bad: don't retry them all
                     raise
                 self._replace(index, error, batch, [])
-                other = self.faults[-1].substitute
-                good += [] if other is None else [other]
+                substitute = self.faults[-1].substitute
+                good += [] if substitute is None else [substitute]
         if not good:
             raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
         return read(good)
@@ -221,23 +221,23 @@ class SampleFetcher(Dataset[Any]):
         """Skip a failed sample, or append a substitute chosen by seed, epoch and index; note the fault."""
         description = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(error))
-        other = None
+        substitute = None
         if self.on_error == "substitute":
             for number in range(_TRIES):
-                other = key_of(batch.seed, batch.epoch, index, number) % len(self.dataset)
+                substitute = key_of(batch.seed, batch.epoch, index, number) % len(self.dataset)
                 if self.reseed is not None:
-                    self.reseed(_keys(batch, [other])[0])
+                    self.reseed(_keys(batch, [substitute])[0])
                 try:
-                    samples.append(self.dataset[other])
+                    samples.append(self.dataset[substitute])
                     break
-                except Exception as again:
-                    last = again
+                except Exception as failure:
+                    last = failure
             else:
                 last.add_note(self._note(f"sample {index}, and {_TRIES} others tried in its place,", batch, last))
                 raise last
-        where = getattr(self.dataset, "where", None) if self.whole is not None else None
+        where = getattr(self.dataset, "where", None) if self.read_batch is not None else None
         place = "" if where is None else where(index)
-        self.faults.append(SampleFault(index, batch.epoch, description, stack, other, place))
+        self.faults.append(SampleFault(index, batch.epoch, description, stack, substitute, place))
 
     def _where(self, batch: KeyedBatch) -> str:
         worker = "" if self.worker is None else f", worker {self.worker}"
@@ -276,7 +276,7 @@ class Collate:
                 if self.shares:
                     share(packed.content)
                 return packed
-            batch = samples[0] if source.whole is not None else self.collate(samples)
+            batch = samples[0] if source.read_batch is not None else self.collate(samples)
             if self.shares:
                 share(batch)
         except Exception as error:

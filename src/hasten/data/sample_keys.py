@@ -68,19 +68,19 @@ class Reseed:
     def __init__(self, holders: Any, shared: bool = True) -> None:
         self._shared = shared
         self._holders = holders
-        self._own: list[Callable[[int], Any]] | None = None
+        self._setters: list[Callable[[int], Any]] | None = None
 
     def __call__(self, key: int) -> None:
         """Seed the generators for the sample with this key; call it before making the sample."""
         _now.key = key
         if not self._shared:
             return
-        if self._own is None:
-            self._own = [set_key for thing in rng.find(self._holders).values() if (set_key := _setter(thing))]
+        if self._setters is None:
+            self._setters = [setter for value in rng.find(self._holders).values() if (setter := _setter(value))]
         random.seed(key)
         np.random.seed(key >> 32)  # noqa: NPY002 - the global generator is what datasets draw from
         torch.default_generator.manual_seed(key)
-        for set_key in self._own:
+        for set_key in self._setters:
             set_key(key)
 
     def over(self) -> None:
@@ -88,16 +88,16 @@ class Reseed:
         _now.key = None
 
 
-def _setter(thing: Any) -> Callable[[int], Any] | None:
-    if isinstance(thing, torch.Generator):
-        return thing.manual_seed if thing.device.type == "cpu" else None
-    if isinstance(thing, random.Random):
-        return thing.seed
-    if isinstance(thing, np.random.RandomState):
-        return lambda key: thing.seed(key >> 32)
-    if isinstance(thing, np.random.Generator):
-        kind = type(thing.bit_generator)
-        return lambda key: setattr(thing.bit_generator, "state", kind(key).state)
+def _setter(generator: Any) -> Callable[[int], Any] | None:
+    if isinstance(generator, torch.Generator):
+        return generator.manual_seed if generator.device.type == "cpu" else None
+    if isinstance(generator, random.Random):
+        return generator.seed
+    if isinstance(generator, np.random.RandomState):
+        return lambda key: generator.seed(key >> 32)
+    if isinstance(generator, np.random.Generator):
+        kind = type(generator.bit_generator)
+        return lambda key: setattr(generator.bit_generator, "state", kind(key).state)
     return None
 
 

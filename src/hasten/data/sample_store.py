@@ -71,7 +71,7 @@ class SampleStore:
         _alive.add(self)
 
     @property
-    def left(self) -> int:
+    def free_bytes(self) -> int:
         """The free bytes."""
         return self._size - int(_NEXT.unpack_from(self._map, 0)[0])
 
@@ -214,7 +214,7 @@ def room() -> int:
     That is the smaller of half the free memory and half the free space in /dev/shm (a quarter of the free disk, if the
     store would be in the temporary folder), after what the existing stores may still grow by.
     """
-    promised = sum(store.left for store in _alive if not store.spoilt)
+    promised = sum(store.free_bytes for store in _alive if not store.spoilt)
     shm = _shm_free()
     place = (shm - promised) // 2 if shm >= _ROOMY else (shutil.disk_usage(tempfile.gettempdir()).free - promised) // 4
     return max(0, min(place, (memory_free() - promised) // 2))

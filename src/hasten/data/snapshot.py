@@ -44,24 +44,24 @@ class Snapshot:
         self.names = parts.names
         self.stores = parts.stores
         self._quick: list[Node] = []
-        self._rest: list[Node] = []
+        self._slow: list[Node] = []
         self._stamps = parts.stamps
         self._alive = parts.alive
         room_left = _QUICK_PARTS
         for node in sorted(parts.nodes, key=weight):
             room_left -= len(node[3]) + 4
-            (self._quick if room_left > 0 and len(self._quick) < _QUICK_NODES else self._rest).append(node)
+            (self._quick if room_left > 0 and len(self._quick) < _QUICK_NODES else self._slow).append(node)
         self._lists = [
-            (name, thing, was) for name, thing, _, was in self._rest if type(thing) is list and len(was) > 64
+            (name, value, was) for name, value, _, was in self._slow if type(value) is list and len(was) > 64
         ]
         self._lists = self._lists[:_LISTS]
         small = sorted(parts.stamps, key=lambda stamp: stamp.size)
-        self._quick_stamps, left = [], _QUICK_BYTES
+        self._quick_stamps, bytes_left = [], _QUICK_BYTES
         for stamp in small[:_QUICK_NODES]:
-            left -= stamp.size
-            self._quick_stamps.append((stamp, left > 0))
-        whole = len(self._quick_stamps) == len(parts.stamps) and all(whole for _, whole in self._quick_stamps)
-        self._sees_all = whole and not self._rest  # a quick comparison already covers everything
+            bytes_left -= stamp.size
+            self._quick_stamps.append((stamp, bytes_left > 0))
+        compares_all = len(self._quick_stamps) == len(parts.stamps) and all(full for _, full in self._quick_stamps)
+        self._sees_all = compares_all and not self._slow  # a quick comparison already covers everything
         self._in_rows = [stamp for stamp in small if stamp.keep_rows()][:_LISTS]
         self.late = ""
         self._spent = self._whole_took = 0.0
@@ -76,8 +76,8 @@ class Snapshot:
         if change := self.changed_small():
             return change
         if self._lists and rows and type(rows) is list:
-            for name, held, was in self._lists:
-                if any(type(i) is int and i < len(was) and (i >= len(held) or held[i] is not was[i]) for i in rows):
+            for name, value, was in self._lists:
+                if any(type(i) is int and i < len(was) and (i >= len(value) or value[i] is not was[i]) for i in rows):
                     return name
         if rows and type(rows) is list and (part := next((s.name for s in self._in_rows if s.row_changed(rows)), "")):
             return part
@@ -90,8 +90,8 @@ class Snapshot:
 
     def changed_small(self) -> str:
         """Return the name of a changed small part, or ""."""
-        for name, thing, read, was in self._quick:
-            if not same_parts(was, read(thing)):
+        for name, value, read, was in self._quick:
+            if not same_parts(was, read(value)):
                 return name
         for stamp, whole in self._quick_stamps:
             if stamp.changed(whole):
@@ -103,7 +103,7 @@ class Snapshot:
         return self.changed_small() or self._all_of_the_rest(time.perf_counter())
 
     def _all_of_the_rest(self, start: float) -> str:
-        change = next((name for name, thing, read, was in self._rest if not same_parts(was, read(thing))), "")
+        change = next((name for name, value, read, was in self._slow if not same_parts(was, read(value))), "")
         change = change or next((stamp.name for stamp in self._stamps if stamp.changed(True)), "")
         self._whole_took = time.perf_counter() - start
         self._spent += self._whole_took
@@ -111,7 +111,7 @@ class Snapshot:
 
     def parts(self) -> tuple[list[Node], list[Stamp]]:
         """Return everything compared: objects with functions to read their parts; arrays, tensors and generators."""
-        return [*self._quick, *self._rest], self._stamps
+        return [*self._quick, *self._slow], self._stamps
 
     def reached(self) -> list[Any]:
         """Return every object reached: instances, classes, functions."""
@@ -119,13 +119,13 @@ class Snapshot:
 
     def holds(self, value: Any) -> bool:
         """Return whether a sample or batch shares objects or array memory with the dataset."""
-        queue, seen = deque([value]), set()
+        queue, visited = deque([value]), set()
         while queue:
             part = queue.popleft()
             kind = type(part)
-            if kind in ATOMS or id(part) in seen:
+            if kind in ATOMS or id(part) in visited:
                 continue
-            seen.add(id(part))
+            visited.add(id(part))
             if id(part) in self._alive and kind not in (tuple, frozenset):
                 return True
             memory = Stamp.memory_of(part)

@@ -81,13 +81,13 @@ def weight(node: Node) -> tuple[bool, int]:
     return isinstance(node[1], list | dict | set | deque), len(node[3])
 
 
-def _dict_parts(thing: Any) -> list[Any]:
-    return [*thing, *thing.values()]
+def _dict_parts(mapping: Any) -> list[Any]:
+    return [*mapping, *mapping.values()]
 
 
-def _instance_parts(thing: Any) -> list[Any]:
-    inside = thing.__dict__
-    return [type(thing), *inside, *inside.values()]
+def _instance_parts(instance: Any) -> list[Any]:
+    inside = instance.__dict__
+    return [type(instance), *inside, *inside.values()]
 
 
 class ReachableParts:
@@ -213,7 +213,7 @@ class ReachableParts:
         if has_dict:
             self._node(name, value, _instance_parts)
         if slots:
-            self._node(name, value, lambda thing: [getattr(thing, slot, _MISSING) for slot in slots])
+            self._node(name, value, lambda instance: [getattr(instance, slot, _MISSING) for slot in slots])
         self._class(name, kind, constructed=False)
 
     def _node(self, name: str, value: Any, read: Callable[[Any], Any]) -> None:
@@ -265,8 +265,8 @@ class ReachableParts:
         cells, module_globals, used = function.__closure__ or (), function.__globals__, globals_of(function)
         names_of_python = vars(builtins)
 
-        def read(thing: types.FunctionType) -> list[Any]:  # runs for each sample, hence no slower generator expression
-            parts: list[Any] = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, len(thing.__dict__)]
+        def read(part: types.FunctionType) -> list[Any]:  # runs for each sample, hence no slower generator expression
+            parts: list[Any] = [part.__code__, part.__defaults__, part.__kwdefaults__, len(part.__dict__)]
             if cells:
                 parts += [cell.cell_contents if is_set(cell) else _MISSING for cell in cells]
             for name in used:
@@ -346,8 +346,8 @@ class ReachableParts:
                 continue
             known.update(used)
 
-            def read(thing: types.ModuleType, used: list[str] = used) -> list[Any]:
-                return [vars(thing).get(name, _MISSING) for name in used]
+            def read(part: types.ModuleType, used: list[str] = used) -> list[Any]:
+                return [vars(part).get(name, _MISSING) for name in used]
 
             self._node(f"{name}: module {module.__name__}", module, read)
 

@@ -26,12 +26,12 @@ from hasten.messages import warn
 class _Task:
     """A batch to make, and later its result or error."""
 
-    __slots__ = ("batch", "error", "indices", "made", "sets", "worker")
+    __slots__ = ("batch", "error", "finished", "indices", "sets", "worker")
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
         self.sets = default_type.sets()
-        self.made = threading.Event()
+        self.finished = threading.Event()
         self.batch: Any = None
         self.error: BaseException | None = None
         self.worker: int | None = None
@@ -133,7 +133,7 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
             RuntimeError: The loader's timeout is over.
         """
         started = time.monotonic()
-        while not task.made.wait(1.0):
+        while not task.finished.wait(1.0):
             waited = time.monotonic() - started
             if self._timeout and waited >= self._timeout:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds: {self._stuck(task)}")
@@ -196,7 +196,7 @@ def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
             task.batch = make(task.indices)
         except BaseException as error:
             task.error = error
-        task.made.set()
+        task.finished.set()
 
 
 def _refuse_draws(loader: Any) -> None:
@@ -208,12 +208,12 @@ def _refuse_draws(loader: Any) -> None:
     if not len(loader.dataset):
         return
     source = SampleFetcher(loader.dataset, loader.collate_fn, "raise", shared=False)
-    held = {
-        path: thing for path, thing in rng.find((loader.dataset, loader.collate_fn)).items() if rng.is_generator(thing)
+    generators = {
+        path: value for path, value in rng.find((loader.dataset, loader.collate_fn)).items() if rng.is_generator(value)
     }
-    own = rng.states_of(held)
+    states = rng.states_of(generators)
     with unmoved():
-        before, own_before = rng.digest(), rng.raw(held)[-1]
+        before, own_before = rng.digest(), rng.raw(generators)[-1]
         try:
             if source.reseed is not None:
                 source.reseed(0)
@@ -223,8 +223,8 @@ def _refuse_draws(loader: Any) -> None:
         finally:
             if source.reseed is not None:
                 source.reseed.over()
-            own_after = rng.raw(held)[-1]
-            rng.set_states(held, own)
+            own_after = rng.raw(generators)[-1]
+            rng.set_states(generators, states)
         drew = rng.digest() != before
     if own_after != own_before:
         path = next(now[0] for now, then in zip(own_after, own_before, strict=True) if now != then).partition(".")[2]

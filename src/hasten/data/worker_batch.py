@@ -64,7 +64,7 @@ class BatchMaker:
         before = seed_batch(self._seed, number)
         size = 0
         try:
-            with opened(everywhere=True) as heard:
+            with opened(everywhere=True) as record:
                 batch = self._fetcher.fetch(indices)
             changed = self._snapshot.changed() if self._looked else self._snapshot.changed_at_all()
             self._looked = True
@@ -82,7 +82,7 @@ class BatchMaker:
                 raise
             need = f"a batch of {size / 2**20:.1f} MB" if size else "a batch"
             return MadeBatch(None, "", False, size=size, full=f"/dev/shm has no room for {need} ({_SHM_HINT})")
-        return MadeBatch(None if changed else batch, changed, random_states() != before, heard.files, size)
+        return MadeBatch(None if changed else batch, changed, random_states() != before, record.files, size)
 
 
 def seed_batch(seed: int, number: int) -> tuple[Any, ...]:

@@ -30,9 +30,9 @@ from hasten.data.worker_deaths import DeferredWorkerDeath
 from hasten.data.worker_room import WorkerRoom
 
 
-def _as_it_is(made: MadeBatch) -> MadeBatch:
+def _unchanged(item: MadeBatch) -> MadeBatch:
     """Return the item unchanged: the workers' collate function, as an item is already a batch."""
-    return made
+    return item
 
 
 class _Workers(DeferredWorkerDeath, _MultiProcessingDataLoaderIter):
@@ -70,9 +70,9 @@ class WorkerPasses:
         self, workers: int, prefetch: int, let_go: Callable[[str], None], fewer: Callable[[str], None] | None = None
     ) -> None:
         self.workers, self.prefetch = workers, prefetch
-        self._let_go, self._fewer = let_go, fewer or _nobody
+        self._let_go, self._fewer = let_go, fewer or _ignore
         self.room = WorkerRoom(workers, prefetch)
-        self._said: set[tuple[str, bool]] = set()
+        self._warned: set[tuple[str, bool]] = set()
 
     def counts(self) -> tuple[int, int]:
         """Return how many workers a new pass has room for, and how many batches each may make ahead."""
@@ -86,8 +86,8 @@ class WorkerPasses:
     def tell(self, why: str) -> None:
         """Report the effect of a lack of room, once per kind of reason, as only the figures differ between passes."""
         kind = why.partition(":")[0], "/dev/shm" in why
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             self._fewer(why)
 
     def stop(self, why: str) -> None:
@@ -97,10 +97,10 @@ class WorkerPasses:
             self._let_go(why)
 
     def __reduce__(self) -> Any:
-        return WorkerPasses, (0, 0, _nobody)  # in another process, a copy of the loader uses no extra workers
+        return WorkerPasses, (0, 0, _ignore)  # in another process, a copy of the loader uses no extra workers
 
 
-def _nobody(why: str) -> None:
+def _ignore(why: str) -> None:
     """Do nothing: the callback if nobody wants to know."""
 
 
@@ -191,7 +191,7 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             "dataset": BatchMaker(self._dataset_fetcher, snapshot, int(self._base_seed)),
             "num_workers": count,
             "prefetch_factor": prefetch,
-            "collate_fn": _as_it_is,
+            "collate_fn": _unchanged,
             "sampler": (),
             "batch_sampler": None,
             "worker_init_fn": None,
@@ -248,28 +248,28 @@ class WorkerPassIterator(_SingleProcessDataLoaderIter):
             self._hasten_pause(short)
             return None
         try:
-            made = workers.hasten_next() if self._hasten_drawn else self._hasten_ended(workers)
+            batch = workers.hasten_next() if self._hasten_drawn else self._hasten_ended(workers)
         except StopIteration:
             raise
         except Exception as error:  # let the training make this batch, and raise the error itself if it is the sample's
             self._hasten_dismiss(f"a worker failed ({type(error).__name__})")
             return None
-        self._hasten_handed.room.holds(made.size)
-        if made.changed:
-            self._hasten_dismiss(made.changed)
+        self._hasten_handed.room.holds(batch.size)
+        if batch.changed:
+            self._hasten_dismiss(batch.changed)
             return None
-        if made.full:
-            self._hasten_pause(made.full)
+        if batch.full:
+            self._hasten_pause(batch.full)
             return None
-        if path := changed_file(made.files):
+        if path := changed_file(batch.files):
             self._hasten_dismiss(f"{path} changed during a pass")
             return None
-        if path := mapped_file(made.files):
+        if path := mapped_file(batch.files):
             self._hasten_dismiss(f"{path} is mapped to be written to, which shows no change")
             return None
         self._hasten_drawn.popleft()
         self._hasten_sent.popleft()
-        return made
+        return batch
 
     def _hasten_ended(self, workers: _Workers) -> MadeBatch:
         """End the pass: run a full comparison here and in each worker, report changes, and raise StopIteration."""

@@ -50,10 +50,11 @@ class WorkerRoom:
             workers = min(workers, ready)
             prefetch = min(prefetch, ready // max(1, workers)) or 1
             reasons.append(f"/dev/shm has {_mb(shm or 0)} free{among}, and a batch takes {_mb(self._batch)} of it")
-        free, own = memory_free(), max(_LEAST, self._private)
-        if workers * (own + prefetch * self._batch) > (room := max(0, free - _spare()) // ranks):
-            prefetch = min(prefetch, max(1, (room - own) // max(1, self._batch)))  # as many as one worker has room for
-            each = own + prefetch * self._batch
+        free, per_worker = memory_free(), max(_LEAST, self._private)
+        if workers * (per_worker + prefetch * self._batch) > (room := max(0, free - _spare()) // ranks):
+            # as many as one worker has room for
+            prefetch = min(prefetch, max(1, (room - per_worker) // max(1, self._batch)))
+            each = per_worker + prefetch * self._batch
             workers = min(workers, room // each)
             reasons.append(f"{_mb(free)} of memory are free{among}, and a worker takes {_mb(each)}")
         self._looked = time.monotonic()

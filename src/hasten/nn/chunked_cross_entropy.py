@@ -174,16 +174,16 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: RowLosses, reduction: str
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+        needs_grad = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]
         counts = target != rows.ignore_index
         scale = torch.ones_like(counts, dtype=rows.wide(hidden))
         if reduction == "mean":
             scale = scale / counts.sum()
         scale = scale.where(counts, 0)  # after the division: if all rows are ignored, gradients are 0, not NaN
-        ahead = Gradients.like(hidden, weight, bias, wanted) if reduction != "none" and any(wanted) else None
+        ahead = Gradients.like(hidden, weight, bias, needs_grad) if reduction != "none" and any(needs_grad) else None
         losses = rows.losses(hidden, weight, target, bias, ahead, scale)
         ctx.save_for_backward(hidden, weight, target, bias, scale)
-        ctx.rows, ctx.wanted, ctx.ahead, ctx.reduction = rows, wanted, ahead, reduction
+        ctx.rows, ctx.needs_grad, ctx.ahead, ctx.reduction = rows, needs_grad, ahead, reduction
         if reduction == "none":
             return losses
         return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
@@ -199,11 +199,11 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients, ctx.ahead = ctx.ahead, None  # given to autograd: a second backward (retain_graph) recomputes them
         if gradients is None:
             hidden, weight, target, bias, scale = ctx.saved_tensors
-            gradients = Gradients.like(hidden, weight, bias, ctx.wanted)
+            gradients = Gradients.like(hidden, weight, bias, ctx.needs_grad)
             ctx.rows.losses(hidden, weight, target, bias, gradients, scale * grad)
         else:
             gradients.multiply(grad)
-        hidden_grad, weight_grad, bias_grad = gradients.given()
+        hidden_grad, weight_grad, bias_grad = gradients.in_input_dtypes()
         return hidden_grad, weight_grad, None, bias_grad, None, None
 
 

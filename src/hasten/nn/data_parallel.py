@@ -310,7 +310,7 @@ def _place(output: Any) -> torch.device:
     return first.device
 
 
-def _samples(arguments: Any, who: str) -> int:
+def _samples(arguments: Any, caller: str) -> int:
     """Return the first dimension that all tensors with dimensions share: the batch size.
 
     Raises:
@@ -320,7 +320,7 @@ def _samples(arguments: Any, who: str) -> int:
     if len(lengths) != 1 or lengths == {0}:
         problem = f"first dimensions {sorted(lengths)}" if lengths else "no tensor with a first dimension"
         raise HastenError(
-            f"{who}: the arguments have {problem}, so no batch can be shared out",
+            f"{caller}: the arguments have {problem}, so no batch can be shared out",
             "give tensors whose first dimension is the batch; what all devices need is an attribute of the module",
         )
     return int(next(iter(lengths)))

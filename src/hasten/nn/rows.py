@@ -25,13 +25,15 @@ class Gradients:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool]) -> Gradients:
+    def like(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs_grad: tuple[bool, bool, bool]
+    ) -> Gradients:
         """Return buffers for the wanted gradients (of hidden, weight, bias); those that are summed start at zero."""
         wide = RowLosses.wide(hidden)
         return cls(
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None,
+            torch.empty_like(hidden) if needs_grad[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs_grad[1] else None,
+            torch.zeros_like(bias, dtype=wide) if needs_grad[2] and bias is not None else None,
             (hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype),
         )
 
@@ -41,7 +43,7 @@ class Gradients:
             if gradient is not None:
                 gradient.mul_(factor)
 
-    def given(self) -> tuple[Tensor | None, ...]:
+    def in_input_dtypes(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight and bias, each in its input's dtype."""
         all_three = (self.hidden, self.weight, self.bias)
         return tuple(one if one is None else one.to(dtype) for one, dtype in zip(all_three, self.dtypes, strict=True))

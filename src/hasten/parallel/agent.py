@@ -155,7 +155,7 @@ def _give_up(ranks: Ranks, streams: _Streams) -> None:
     torch's own limit does not cover this case: if some other program listens at the endpoint and never answers, torch
     waits for its answer forever.
     """
-    if not streams.met:
+    if not streams.have_met:
         messages.tell(f"hasten: the machines did not meet at {ranks.endpoint} in {_join_limit(ranks):g} s\n  {_MEET}")
         shutil.rmtree(ranks.folder, ignore_errors=True)
         os._exit(1)
@@ -184,11 +184,13 @@ class _Streams(LogsSpecs):
         super().__init__()
         self._folder = folder
         self._stderr = stderr
-        self.met = False  # whether the machines have met: torch asks for the streams right before it starts the ranks
+        self.have_met = (
+            False  # whether the machines have met: torch asks for the streams right before it starts the ranks
+        )
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the streams of each local rank."""
-        self.met = True
+        self.have_met = True
         others = {local: int(env["RANK"]) for local, env in envs.items() if int(env["RANK"])}
         return LogsDest(
             stdouts={local: os.devnull if local in others else "" for local in envs},

@@ -83,12 +83,12 @@ class Averaging:
         """
         touched, self._touched = self._touched, {}
         numbers = sorted(touched)
-        met = self._meeting.meet(MeetingTopic.BACKWARD, at=at, share=samples, pattern=_hash(numbers))
+        meeting = self._meeting.meet(MeetingTopic.BACKWARD, at=at, share=samples, pattern=_hash(numbers))
         world = self._meeting.world
-        if not met.same:
+        if not meeting.same:
             numbers = self._all_touched(numbers)
         parameters = [self._of(number) for number in numbers]
-        weight = samples / met.total if met.total else 1.0 / world.size
+        weight = samples / meeting.total if meeting.total else 1.0 / world.size
         for bucket in pieces(parameters, _BUCKET):
             self._average(bucket, weight)
         self.averaged = parameters

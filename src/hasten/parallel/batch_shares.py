@@ -56,7 +56,7 @@ class Pass:
         self.trains = not validates and (state.trained or likely)
         self.validates = validates
         self.proven = False  # whether a backward followed one of its batches
-        self.given = 0  # batches that the loop has received
+        self.received = 0  # batches that the loop has received
         self.shared = 0  # batches that were split among the ranks
         # (samples of this rank, samples of all ranks) per batch drawn, not yet received: workers prefetch batches
         self.sizes: deque[tuple[float, int]] = deque()
@@ -66,13 +66,13 @@ class Pass:
 
     def gives(self) -> None:
         """Note that the loop receives the next batch."""
-        self.given += 1
+        self.received += 1
         if self.sizes:
             self._before, self.latest = self.latest[1], self.sizes.popleft()
 
     def backward(self) -> None:
         """Note that a backward followed one of its batches."""
-        self._ahead = self._ahead or (not self.proven and self.given == 2)
+        self._ahead = self._ahead or (not self.proven and self.received == 2)
         self.trains = self.proven = self.state.trained = True
 
     def uneven_ahead(self, size: int) -> bool:
@@ -88,7 +88,7 @@ class Pass:
 
     def shares(self) -> bool:
         """Return whether to split the next batch among the ranks."""
-        if self.trains and not self.proven and self.given:
+        if self.trains and not self.proven and self.received:
             # No backward before the second batch: probably a validation. A loop that prefetches a batch looks the same;
             # its first backward sets `trains` again.
             self.trains = False

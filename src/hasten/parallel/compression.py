@@ -53,8 +53,8 @@ def _in_16_bits(world: World, dtype: torch.dtype, bucket: GradBucket) -> torch.f
     sent = (gradients / world.size).to(dtype)  # divide first, so that the sum over ranks does not overflow
     future = dist.all_reduce(sent, async_op=True).get_future()
 
-    def back(done: Any) -> torch.Tensor:
-        gradients.copy_(done.value()[0])
+    def back(future: Any) -> torch.Tensor:
+        gradients.copy_(future.value()[0])
         return gradients
 
     return future.then(back)  # type: ignore[no-any-return]
@@ -93,13 +93,13 @@ class PowerSGD:
         self._names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}
         self._errors: dict[str, torch.Tensor] = {}
         self._queries: dict[str, torch.Tensor] = {}
-        self.sent = self.whole = 0  # elements in the last step: sent by this rank, and in the gradients
+        self.sent = self.unreduced = 0  # elements in the last step: sent by this rank, and in the gradients
 
     def average(self, bucket: GradBucket) -> None:
         """Replace a bucket's gradients by their mean over the ranks, exact or approximated."""
         if bucket.index() == 0:
-            self.sent = self.whole = 0
-        self.whole += bucket.buffer().numel()
+            self.sent = self.unreduced = 0
+        self.unreduced += bucket.buffer().numel()
         if self.steps < self.start:
             self._mean([bucket.buffer()])
         else:
@@ -118,12 +118,12 @@ class PowerSGD:
                 plain.append(gradient)
         matrices = [self._with_error(name, gradient) for name, gradient in zip(names, gradients, strict=True)]
         queries = [self._query(name, matrix) for name, matrix in zip(names, matrices, strict=True)]
-        left = [matrix @ query for matrix, query in zip(matrices, queries, strict=True)]
-        self._mean([*plain, *left])
-        left = [torch.linalg.qr(product).Q for product in left]
-        queries = [matrix.T @ basis for matrix, basis in zip(matrices, left, strict=True)]
+        bases = [matrix @ query for matrix, query in zip(matrices, queries, strict=True)]
+        self._mean([*plain, *bases])
+        bases = [torch.linalg.qr(product).Q for product in bases]
+        queries = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         self._mean(queries)
-        for name, gradient, matrix, basis, query in zip(names, gradients, matrices, left, queries, strict=True):
+        for name, gradient, matrix, basis, query in zip(names, gradients, matrices, bases, queries, strict=True):
             approximation = basis @ query.T
             # The loop or a scaler may skip a step that is not finite. Its NaN must not stay in the state, or every
             # later step would be NaN, too.

@@ -88,21 +88,21 @@ class Exchange:
     def __init__(self, ddp: DistributedDataParallel, world: World) -> None:
         self._ddp, self._world = ddp, world
         self._parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        self._wanted = self._sends_buffers = False
+        self._syncs_gradients = self._sends_buffers = False
 
     def begin(self) -> None:
         """Begin a step: turn gradient averaging off. The first forward still broadcasts buffers, as without parts."""
-        self._wanted = self._ddp.require_backward_grad_sync
+        self._syncs_gradients = self._ddp.require_backward_grad_sync
         self._sends_buffers = self._ddp.require_forward_param_sync
         self._ddp.require_backward_grad_sync = False
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Begin the step again: the next forward broadcasts buffers, if the first one did."""
         self._ddp.require_forward_param_sync = self._sends_buffers
 
     def last(self) -> None:
         """Make the next backward, the step's last, average the gradients, if this step averages any."""
-        self._ddp.require_backward_grad_sync = self._wanted
+        self._ddp.require_backward_grad_sync = self._syncs_gradients
 
     @contextlib.contextmanager
     def nothing(self) -> Iterator[None]:
@@ -128,8 +128,8 @@ class Exchange:
         Args:
             have: Whether any rank has a gradient, by parameter, from `agree`.
         """
-        self._ddp.require_backward_grad_sync = self._wanted
-        if not self._wanted:
+        self._ddp.require_backward_grad_sync = self._syncs_gradients
+        if not self._syncs_gradients:
             return
         self._ddp.require_forward_param_sync = True
         gradients = []

@@ -33,15 +33,15 @@ def choose_devices(accelerator: str = "auto", devices: Devices = "auto") -> list
             f"accelerator={accelerator!r}, but torch {torch.__version__} sees no GPU here.",
             'Use accelerator="auto" or "cpu", or look at CUDA_VISIBLE_DEVICES, nvidia-smi and the build of torch.',
         )
-    wanted = _read(devices)
+    chosen = _read(devices)
     if not present:
-        if isinstance(wanted, list):
+        if isinstance(chosen, list):
             raise HastenError(
                 f"devices={devices!r} names GPUs, but this training runs on the CPU.",
-                f"Give the number of processes: devices={len(wanted)}.",
+                f"Give the number of processes: devices={len(chosen)}.",
             )
-        return [torch.device("cpu")] * (1 if wanted == -1 else wanted)
-    indices = wanted if isinstance(wanted, list) else list(range(present if wanted == -1 else wanted))
+        return [torch.device("cpu")] * (1 if chosen == -1 else chosen)
+    indices = chosen if isinstance(chosen, list) else list(range(present if chosen == -1 else chosen))
     if missing := [index for index in indices if index >= present]:
         raise HastenError(
             f"devices={devices!r} asks for GPU {missing[0]}, but this machine shows {present}: 0 to {present - 1}.",
@@ -52,21 +52,21 @@ def choose_devices(accelerator: str = "auto", devices: Devices = "auto") -> list
 
 def _read(devices: Devices) -> int | list[int]:
     """Parse `devices=`. Return a number of devices (-1: all), or a list of indices."""
-    wanted: int | list[int] | None = None
+    chosen: int | list[int] | None = None
     if isinstance(devices, str):
         words = [word.strip() for word in devices.split(",") if word.strip()]
         if devices.strip() == "auto":
-            wanted = -1
+            chosen = -1
         elif words and all(word.removeprefix("-").isdigit() for word in words):
-            wanted = [int(word) for word in words] if "," in devices else int(words[0])
+            chosen = [int(word) for word in words] if "," in devices else int(words[0])
     elif isinstance(devices, int) and not isinstance(devices, bool):
-        wanted = devices
+        chosen = devices
     elif isinstance(devices, list | tuple) and all(type(index) is int for index in devices):
-        wanted = list(devices)
-    if isinstance(wanted, list) and wanted and min(wanted) >= 0 and len(set(wanted)) == len(wanted):
-        return wanted
-    if isinstance(wanted, int) and (wanted == -1 or wanted > 0):
-        return wanted
+        chosen = list(devices)
+    if isinstance(chosen, list) and chosen and min(chosen) >= 0 and len(set(chosen)) == len(chosen):
+        return chosen
+    if isinstance(chosen, int) and (chosen == -1 or chosen > 0):
+        return chosen
     raise HastenError(
         f"devices={devices!r} is not a choice of devices.",
         'Use "auto", a number of at least 1, -1 for all, or the indices of GPUs, each once, such as [0, 1].',

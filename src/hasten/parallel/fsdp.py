@@ -249,8 +249,8 @@ def begin_again(module: nn.Module) -> None:
             "Build the module again, and go on from a checkpoint.",
         )
     for parameter in _states(module):
-        if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-            whole.grad = None
+        if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+            unsharded.grad = None
         # In torch 2.15 it is `whole.grad`, which cannot be set here and is None by now.
         if parameter.unsharded_accumulated_grad is not None:
             parameter.unsharded_accumulated_grad = None

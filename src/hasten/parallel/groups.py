@@ -73,7 +73,7 @@ class SameBatch:
         self._group, self._world, self._size = group, world, group.size()
         self._steps = Doubling()
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Count a step. Return whether to check it."""
         return next(self._steps)
 
@@ -110,11 +110,11 @@ class Doubling(Iterator[bool]):
     """Iterator that yields True at its 1st, 2nd, 4th, 8th, ... value, otherwise False."""
 
     def __init__(self) -> None:
-        self._count, self._due = 0, 1
+        self._count, self._next = 0, 1
 
     def __next__(self) -> bool:
         self._count += 1
-        if self._count != self._due:
+        if self._count != self._next:
             return False
-        self._due *= 2
+        self._next *= 2
         return True

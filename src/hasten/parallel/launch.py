@@ -245,7 +245,7 @@ class Ranks:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._failure: HastenError | None = None
-        self._heard = threading.Event()  # set once the main thread knows of the failure, or ends
+        self._failure_handled = threading.Event()  # set once the main thread knows of the failure, or ends
         self._before: dict[int, Any] = {}
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
             # Leave signals ignored that the process was started to ignore, as under nohup.
@@ -271,7 +271,7 @@ class Ranks:
         Raises:
             HastenError: `error` is the consequence of another rank's failure; names that rank.
         """
-        self._heard.set()
+        self._failure_handled.set()
         if isinstance(error, SystemExit | KeyboardInterrupt):
             self.expected = True
             self._wait(_LEAVING_SECONDS)  # the others may be exiting, too
@@ -302,12 +302,14 @@ class Ranks:
         if self.expected or _ending or (child.code() == 0 and world.has_joined()):
             return
         failure = self._conclude()
-        if failure is None or self._heard.is_set():
+        if failure is None or self._failure_handled.is_set():
             return
         # A signal interrupts the main thread in any Python code; `_on_signal` raises the failure there.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
         rank_failures.end_all(self.children)
-        if not self._heard.wait(_UNHEARD_SECONDS):  # stuck in native code, in a collective with a rank that is gone
+        if not self._failure_handled.wait(
+            _UNHEARD_SECONDS
+        ):  # stuck in native code, in a collective with a rank that is gone
             messages.tell(f"hasten: {failure}")
             os._exit(1)
 
@@ -316,8 +318,8 @@ class Ranks:
         before: Callable[[int, FrameType | None], Any] | int | None = self._before[number]
         if self.is_mine():
             if number == signal.SIGCHLD:
-                if self._failure is not None and not self._heard.is_set():
-                    self._heard.set()
+                if self._failure is not None and not self._failure_handled.is_set():
+                    self._failure_handled.set()
                     raise self._failure
             else:
                 self.forward(number)
@@ -344,7 +346,7 @@ class Ranks:
             return
         failed = world.has_failed()
         already, self.expected = self.expected or _ending, True
-        self._heard.set()
+        self._failure_handled.set()
         if not failed:
             while not self._wait(_ENDING_SECONDS):
                 left = ", ".join(str(child.rank) for child in self.children if child.code() is None)

@@ -61,13 +61,13 @@ class Meeting:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._met = 0
+        self._meetings = 0
 
-    def meet(self, about: MeetingTopic, *, at: int = 0, share: float = 0.0, pattern: int = 0) -> MeetingResult:
+    def meet(self, topic: MeetingTopic, *, at: int = 0, share: float = 0.0, pattern: int = 0) -> MeetingResult:
         """Compare with the other ranks what this rank is about to do.
 
         Args:
-            about: What this rank is about to do.
+            topic: What this rank is about to do.
             at: Progress of this rank, which must be equal on all ranks.
             share: Number to sum over the ranks.
             pattern: Number to compare; it may differ.
@@ -78,8 +78,14 @@ class Meeting:
         Raises:
             HastenError: The ranks are about to do different things; raised on all of them.
         """
-        self._met += 1
-        compared = [int(about), at % _MODULUS, self._met % _MODULUS, pattern % _MODULUS, pattern // _MODULUS % _MODULUS]
+        self._meetings += 1
+        compared = [
+            int(topic),
+            at % _MODULUS,
+            self._meetings % _MODULUS,
+            pattern % _MODULUS,
+            pattern // _MODULUS % _MODULUS,
+        ]
         sums = [float(number) for number in compared] + [float(number**2) for number in compared] + [share]
         totals: list[float] = self.world.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
         # One sum serves as comparison: n numbers are equal if and only if n times the sum of their squares equals the
@@ -87,7 +93,7 @@ class Meeting:
         same = [self.world.size * totals[i + len(compared)] == totals[i] ** 2 for i in range(len(compared))]
         if not all(same[:3]):
             raise HastenError(
-                f"The ranks have parted: rank {self.world.rank} {_WORDS[about]} where another one did something else.",
+                f"The ranks have parted: rank {self.world.rank} {_WORDS[topic]} where another one did something else.",
                 "Each rank sees its own share of a batch. Look for a decision that hangs on it, such as skipping a "
                 "batch, or stopping, by the training loss; decide by what is the same on all ranks.",
                 code=1,

@@ -40,8 +40,8 @@ class Verdict(NamedTuple):
     """
 
     why: float = 0.0
-    one: float = 0.0
-    other: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
 
     def check(self) -> None:
         """Raise the problem, if there is one.
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
             HastenError: The loss is not a mean over samples.
         """
         if self.why:
-            raise HastenError(_WHY[int(self.why)].format(self.one, self.other), _FIX)
+            raise HastenError(_WHY[int(self.why)].format(self.first, self.second), _FIX)
 
 
 class MicrobatchLoss:
@@ -63,7 +63,7 @@ class MicrobatchLoss:
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
         self._share = 1.0
-        self._kept: list[tuple[torch.Tensor, Any]] | None = None
+        self._recorded: list[tuple[torch.Tensor, Any]] | None = None
         self._parts: list[_Divisors] = []
         # Whether the loss calls cross entropy as often for a whole batch as for a part; None: not checked yet.
         self._of_batch: bool | None = None
@@ -76,7 +76,7 @@ class MicrobatchLoss:
             share: Factor on each part's loss.
             looks: Whether to compare the parts with the whole batch. Needed in the first batch with several parts.
         """
-        self._share, self._kept, self._parts = share, [] if looks else None, []
+        self._share, self._recorded, self._parts = share, [] if looks else None, []
 
     def __call__(self, output: Any, target: Any) -> torch.Tensor:
         """Return a part's loss times its share.
@@ -84,15 +84,15 @@ class MicrobatchLoss:
         Raises:
             HastenError: The loss is not a single number.
         """
-        with _Divisors() as divisors:
+        with _Divisors() as recording:
             loss: Any = self._loss(output, target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise HastenError(f"The loss of a pipeline is {got}, not one number.", "Return the mean over samples.")
-        self._parts.append(divisors)
+        self._parts.append(recording)
         self._narrow = loss.dtype.itemsize < 4
-        if self._kept is not None:
-            self._kept.append((output.detach(), target))
+        if self._recorded is not None:
+            self._recorded.append((output.detach(), target))
         return loss * self._share
 
     def verdict(self, mean: float) -> Verdict:
@@ -101,35 +101,35 @@ class MicrobatchLoss:
         Args:
             mean: Mean of the parts' losses.
         """
-        kept, self._kept = self._kept, None
-        if kept and (compared := self._compared(kept, mean)).why:
+        recorded, self._recorded = self._recorded, None
+        if recorded and (compared := self._compared(recorded, mean)).why:
             return compared
         # Otherwise the number of cross entropies depends on the samples, and the parts' divisors do not correspond.
         if self._of_batch:
-            parts = [[float(one) for one in part.found] for part in self._parts]
-            for one, other in ((a, b) for part in parts for a, b in zip(parts[0], part, strict=False)):
-                if abs(one - other) > 1e-6 * max(abs(one), abs(other)):
-                    return Verdict(3, one, other)
+            parts = [[float(divisor) for divisor in part.divisors] for part in self._parts]
+            for first, second in ((a, b) for part in parts for a, b in zip(parts[0], part, strict=False)):
+                if abs(first - second) > 1e-6 * max(abs(first), abs(second)):
+                    return Verdict(3, first, second)
         return Verdict()
 
-    def _compared(self, kept: list[tuple[torch.Tensor, Any]], mean: float) -> Verdict:
+    def _compared(self, recorded: list[tuple[torch.Tensor, Any]], mean: float) -> Verdict:
         """Compare the parts' loss and gradient with those of the whole batch, computed once more here."""
-        outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
-        with _Divisors() as divisors:
-            loss, whole = self._differentiated(outputs, targets)
-        self._of_batch = len(divisors.found) == len(self._parts[0].found)
+        outputs, targets = (torch.cat(parts) for parts in zip(*recorded, strict=True))
+        with _Divisors() as recording:
+            loss, of_batch = self._differentiated(outputs, targets)
+        self._of_batch = len(recording.divisors) == len(self._parts[0].divisors)
         # The tolerance follows the dtype of what is compared: a float32 loss may have 16-bit gradients.
         tolerance = _APART_16 if self._narrow else _APART
         if math.isfinite(loss) and abs(mean - loss) > tolerance * max(abs(mean), abs(loss)):
             return Verdict(1, loss, mean)
-        if whole is None:
+        if of_batch is None:
             return Verdict()
         # Equal losses prove nothing yet: in an untrained model all samples may have the same loss. Gradients differ.
-        gradients = [self._differentiated(*part)[1] for part in kept]
-        parted = torch.cat([one for one in gradients if one is not None]) / len(kept)
-        largest = max(float(whole.norm()), float(parted.norm()))
+        gradients = [self._differentiated(*part)[1] for part in recorded]
+        parted = torch.cat([gradient for gradient in gradients if gradient is not None]) / len(recorded)
+        largest = max(float(of_batch.norm()), float(parted.norm()))
         tolerance = _APART_16 if self._narrow or outputs.dtype.itemsize < 4 else _APART
-        if math.isfinite(largest) and (off := float((whole - parted).norm())) > tolerance * largest + 1e-12:
+        if math.isfinite(largest) and (off := float((of_batch - parted).norm())) > tolerance * largest + 1e-12:
             return Verdict(2, 100 * off / largest)
         return Verdict()
 
@@ -149,7 +149,7 @@ class _Divisors(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[torch.Tensor] = []
+        self.divisors: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _DIVIDE:
@@ -159,10 +159,10 @@ class _Divisors(TorchFunctionMode):
             target, weight, means = options["target"], options["weight"], options["reduction"] == "mean"
             if means and options["size_average"] is not False and options["reduce"] is not False:
                 if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-                    self.found.append(torch.ones(()))
+                    self.divisors.append(torch.ones(()))
                 else:
                     counts = target != options["ignore_index"]
                     if weight is not None:
                         counts = torch.where(counts, weight.detach()[torch.where(counts, target, 0)], 0.0)
-                    self.found.append(counts.sum())
+                    self.divisors.append(counts.sum())
         return func(*args, **(kwargs or {}))

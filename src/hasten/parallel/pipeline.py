@@ -169,15 +169,15 @@ class Pipeline:
     """Runs batches through the stages.
 
     Args:
-        own: Layers of this rank's stage.
+        layers: Layers of this rank's stage.
         place: This rank's place in the pipeline.
         loss: `(output, target)` -> mean over their samples.
         microbatches: Largest number of parts of a batch.
         schedule: "gpipe" or "1f1b".
     """
 
-    def __init__(self, own: Stage, place: StagePlace, loss: Loss, microbatches: int, schedule: str) -> None:
-        self.own, self.place, self._loss = own, place, MicrobatchLoss(loss)
+    def __init__(self, layers: Stage, place: StagePlace, loss: Loss, microbatches: int, schedule: str) -> None:
+        self.layers, self.place, self._loss = layers, place, MicrobatchLoss(loss)
         self._microbatches, self._kind = microbatches, schedule
         self._schedules: dict[Any, Any] = {}
         self._looked = False
@@ -228,14 +228,13 @@ class Pipeline:
         from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
         precision = torch.is_autocast_enabled(self.place.device.type)
-        key = (inputs.shape, inputs.dtype, parts, precision, self.own.training)
+        key = (inputs.shape, inputs.dtype, parts, precision, self.layers.training)
         if key not in self._schedules:
             first, out = self._shapes(inputs[: len(inputs) // parts].clone())  # cloned: layers may change it in place
             place = self.place
             # Pass the shapes: otherwise torch infers them by running made-up inputs through the layers and the loss.
-            stage = _stage_class()(
-                self.own, place.stage, place.stages, place.device, input_args=first, output_args=out, group=place.group
-            )
+            at = place.stage, place.stages, place.device
+            stage = _stage_class()(self.layers, *at, input_args=first, output_args=out, group=place.group)
             loss = self._loss if self.is_last else _elsewhere
             # 1F1B needs at least as many parts as stages. GPipe computes the same result.
             kind = Schedule1F1B if self._kind == "1f1b" and parts >= place.stages else ScheduleGPipe
@@ -277,9 +276,11 @@ class Pipeline:
         last = self.place.rank(self.place.stages - 1)
         box: list[Any] = [(output.shape, output.dtype) if self.is_last else None]
         dist.broadcast_object_list(box, src=last, group=self.place.group)
-        whole = output.contiguous() if self.is_last else torch.empty(box[0][0], dtype=box[0][1], device=output.device)
-        dist.broadcast(whole, last, group=self.place.group)
-        return whole
+        received = (
+            output.contiguous() if self.is_last else torch.empty(box[0][0], dtype=box[0][1], device=output.device)
+        )
+        dist.broadcast(received, last, group=self.place.group)
+        return received
 
     def _relayed(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a batch through the stages, one after another. Return this stage's input and output."""
@@ -291,7 +292,7 @@ class Pipeline:
             dist.recv_object_list(box, src=place.rank(place.stage - 1), group=place.group)
             inputs = torch.empty(box[0][0], dtype=box[0][1], device=place.device)
             dist.recv(inputs, place.rank(place.stage - 1), group=place.group)
-        output = self.own(inputs)
+        output = self.layers(inputs)
         if not isinstance(output, torch.Tensor):
             raise HastenError(
                 f"Stage {place.stage} of the pipeline gives a {type(output).__name__}, and one tensor is sent on.",
@@ -307,8 +308,8 @@ class Pipeline:
 
         Runs in eval mode: statistics and counters do not change, and nothing random is drawn.
         """
-        modes = [(module, module.training) for module in self.own.modules()]
-        self.own.eval()
+        modes = [(module, module.training) for module in self.layers.modules()]
+        self.layers.eval()
         try:
             with torch.no_grad():
                 inputs, output = self._relayed(part)
@@ -383,14 +384,14 @@ def gathered(tensors: list[torch.Tensor], place: StagePlace) -> list[torch.Tenso
     import torch.distributed as dist
 
     # `stages` stands for "not here", so that the minimum is the first stage that holds the tensor.
-    mine = torch.tensor([place.stages if one.is_meta else place.stage for one in tensors], dtype=torch.int64)
-    owners = mine.to(place.device, copy=True)
+    stages = torch.tensor([place.stages if tensor.is_meta else place.stage for tensor in tensors], dtype=torch.int64)
+    owners = stages.to(place.device, copy=True)
     dist.all_reduce(owners, dist.ReduceOp.MIN, group=place.group)
     collected = []
-    for tensor, own, owner in zip(tensors, mine.tolist(), owners.tolist(), strict=True):
-        if place.stage and own == owner < place.stages:
+    for tensor, stage, owner in zip(tensors, stages.tolist(), owners.tolist(), strict=True):
+        if place.stage and stage == owner < place.stages:
             dist.send(tensor.detach().to(place.device).contiguous(), place.rank(0), group=place.group)
-        if place.stage == 0 and own == place.stages > owner:
+        if place.stage == 0 and stage == place.stages > owner:
             received = torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
             dist.recv(received, place.rank(owner), group=place.group)
             tensor = received.cpu()

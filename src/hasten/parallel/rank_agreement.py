@@ -31,12 +31,12 @@ def refuse_unlike(world: World, facts: Mapping[str, str]) -> None:
         return
     digests = world.gather(torch.tensor([_digest(text) for text in facts.values()]))
     for column, (name, text) in enumerate(facts.items()):
-        others = (digests[:, column] != digests[0, column]).nonzero().flatten().tolist()
-        if not others:
+        unlike = (digests[:, column] != digests[0, column]).nonzero().flatten().tolist()
+        if not unlike:
             continue
-        both = world.broadcast(text, src=0), world.broadcast(text, src=others[0])
+        texts = world.broadcast(text, src=0), world.broadcast(text, src=unlike[0])
         raise HastenError(
-            f"The {name} of rank {others[0]} of {world.size} is not that of rank 0:\n{_difference(*both)}",
+            f"The {name} of rank {unlike[0]} of {world.size} is not that of rank 0:\n{_difference(*texts)}",
             "All ranks must run the same code with the same arguments and files: look for another version of the "
             "script on that machine, and for what it reads from the environment.",
             code=1,
@@ -48,9 +48,9 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _difference(zero: str, other: str) -> str:
+def _difference(of_zero: str, of_other: str) -> str:
     """Return the first differing lines: rank 0's after `-`, the other rank's after `+`."""
-    lines = difflib.unified_diff(zero.splitlines(), other.splitlines(), lineterm="", n=0)
+    lines = difflib.unified_diff(of_zero.splitlines(), of_other.splitlines(), lineterm="", n=0)
     changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     more = [f"  and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
     return "\n".join([f"  {line}" for line in changed[:_SHOWN]] + more)

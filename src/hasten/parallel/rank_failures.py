@@ -82,17 +82,17 @@ def verdict(children: Sequence[RankProcess], size: int) -> HastenError | None:
     return None
 
 
-def lost_partner(rank: int, size: int, said: str) -> HastenError:
+def lost_partner(rank: int, size: int, message: str) -> HastenError:
     """Return the error for a rank that lost a partner under another launcher, and so cannot see how the others ended.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        said: torch's error message.
+        message: torch's error message.
     """
     return HastenError(
         f"Rank {rank} of {size} on {socket.gethostname()} has lost another rank: that has ended, its machine or the "
-        f"network is gone, or it did not answer in time. torch says: {(said.splitlines() or ['nothing'])[0]}",
+        f"network is gone, or it did not answer in time. torch says: {(message.splitlines() or ['nothing'])[0]}",
         "Look at what the other ranks wrote: one with another error is to blame; if none has one, look at the machines "
         "and the network. `timeout` of the strategy is how long a rank is waited for. When it is mended, start all "
         'ranks again with ckpt_path="last".',

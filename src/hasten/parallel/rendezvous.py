@@ -81,9 +81,9 @@ def _own_part(store: Store, place: RankPlace, limit: timedelta) -> Store:
             return PrefixStore(name, store)
         if time.monotonic() > end:
             missing = [rank for rank in missing if rank != place.rank] or [0]
-            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            absent = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise HastenError(
-                f"After {limit.total_seconds():g} s {who} of {place.size} had not joined rank {place.rank} "
+                f"After {limit.total_seconds():g} s {absent} of {place.size} had not joined rank {place.rank} "
                 f"at {place.address}:{place.port}.",
                 "Look at what those ranks wrote: every rank must run the same script up to the Trainer's first call.",
             )

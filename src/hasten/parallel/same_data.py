@@ -29,30 +29,30 @@ def fingerprint(dataset: Any) -> int:
     return crc & 0xFFFFF | (turned & 0xFFFFF) << 20
 
 
-def _described(thing: Any, depth: int) -> Iterator[bytes]:
+def _described(data: Any, depth: int) -> Iterator[bytes]:
     """Yield byte strings that describe a value, down to `_DEPTH` levels of lists and datasets."""
-    yield type(thing).__name__.encode()
-    if isinstance(thing, str | PurePath):  # the last two parts only: another machine may mount the files elsewhere
-        yield "/".join(str(thing).split("/")[-2:]).encode(errors="replace")
-    elif isinstance(thing, int | float | bytes):
-        yield repr(thing).encode()
-    elif _is_array(thing):
-        yield from _elements(thing, depth)
-    elif depth < _DEPTH and isinstance(thing, list | tuple | range):
-        yield str(len(thing)).encode()
-        for index in _places(len(thing)):
-            yield from _described(thing[index], depth + 1)
-    elif depth < _DEPTH and (not depth or isinstance(thing, Dataset)):
-        for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+    yield type(data).__name__.encode()
+    if isinstance(data, str | PurePath):  # the last two parts only: another machine may mount the files elsewhere
+        yield "/".join(str(data).split("/")[-2:]).encode(errors="replace")
+    elif isinstance(data, int | float | bytes):
+        yield repr(data).encode()
+    elif _is_array(data):
+        yield from _elements(data, depth)
+    elif depth < _DEPTH and isinstance(data, list | tuple | range):
+        yield str(len(data)).encode()
+        for index in _places(len(data)):
+            yield from _described(data[index], depth + 1)
+    elif depth < _DEPTH and (not depth or isinstance(data, Dataset)):
+        for name, value in sorted(getattr(data, "__dict__", {}).items()):
             if _is_array(value) or isinstance(value, list | tuple | range | Dataset):
                 yield name.encode()
                 yield from _described(value, depth + 1)
 
 
-def _is_array(thing: Any) -> bool:
+def _is_array(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
-    return isinstance(thing, torch.Tensor) or (
-        numpy is not None and isinstance(thing, numpy.ndarray | numpy.generic)  # includes np.memmap
+    return isinstance(value, torch.Tensor) or (
+        numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)  # includes np.memmap
     )
 
 

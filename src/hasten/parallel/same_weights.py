@@ -87,13 +87,13 @@ class SameWeights:
             for place, buffer in enumerate(module.buffers() if module is not None else ()):
                 if self._versions.get(buffer) != buffer._version:
                     changed[number, place] = buffer.detach().cpu() if self._world.is_zero else None
-        theirs = self._world.broadcast(changed)
+        from_zero = self._world.broadcast(changed)
         for number, reference in enumerate(self._watched):
             module = reference()
             for place, buffer in enumerate(module.buffers() if module is not None else ()):
-                if (number, place) in theirs and not self._world.is_zero:
+                if (number, place) in from_zero and not self._world.is_zero:
                     with torch.no_grad():
-                        buffer.copy_(theirs[number, place])
+                        buffer.copy_(from_zero[number, place])
                 self._versions[buffer] = buffer._version
 
     def _apart(self, trained: Sequence[torch.Tensor]) -> float:

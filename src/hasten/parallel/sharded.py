@@ -22,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part.to_local() if is_sharded(part) else part  # type: ignore[no-any-return]
 
 
-def whole(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
     """Return a whole tensor, gathered from all ranks; a collective if it is sharded.
 
     Args:

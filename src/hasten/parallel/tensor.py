@@ -182,8 +182,8 @@ def _watch_sizes(path: str, part: nn.Module, style: Any, size: int) -> None:
     elif kind == "PrepareModuleInput" and style.input_layouts and style.desired_input_layouts:
         # An input that is split already was checked where it was split.
         pairs = zip(style.input_layouts, style.desired_input_layouts, strict=False)
-        wanted = [None if hasattr(given, "dim") else desired for given, desired in pairs]
-        part.register_forward_pre_hook(lambda module, args: check(args, wanted))
+        desired_layouts = [None if hasattr(layout, "dim") else desired for layout, desired in pairs]
+        part.register_forward_pre_hook(lambda module, args: check(args, desired_layouts))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------
@@ -264,14 +264,18 @@ class ReplicaCheck(SameBatch):
         Raises:
             HastenError: Buffers differ; raised on all ranks of the group. Names the first ones.
         """
-        named = [(name, local(one)) for name, one in module.named_buffers() if one.numel() and not one.is_complex()]
-        if not named:
+        checked = [
+            (name, local(buffer))
+            for name, buffer in module.named_buffers()
+            if buffer.numel() and not buffer.is_complex()
+        ]
+        if not checked:
             return
-        norms = self.gathered([float(torch.linalg.vector_norm(one.double())) for _, one in named])
+        norms = self.gathered([float(torch.linalg.vector_norm(buffer.double())) for _, buffer in checked])
         wrong = [
             name
-            for (name, one), norm in zip(named, norms.T, strict=True)
-            if _differ(norm, one.dtype if one.is_floating_point() else torch.float32)
+            for (name, buffer), norm in zip(checked, norms.T, strict=True)
+            if _differ(norm, buffer.dtype if buffer.is_floating_point() else torch.float32)
         ]
         if wrong:
             raise HastenError(
@@ -290,18 +294,20 @@ class ReplicaCheck(SameBatch):
         """
         device = self._world.device
         if device.type == "cuda":
-            needs = sum(one.numel() * one.itemsize for one in module.parameters() if is_sharded(one))
+            needs = sum(
+                parameter.numel() * parameter.itemsize for parameter in module.parameters() if is_sharded(parameter)
+            )
             if self.gathered([float(torch.cuda.mem_get_info(device)[0] > 2 * needs)]).min() < 1:
                 raise MemoryError("no room for the whole model")
 
-    def whole(self, split: float, whole: float, failed: bool, apart: float) -> bool:
+    def unsplit_loss(self, split: float, unsplit: float, failed: bool, tolerance: float) -> bool:
         """Check that the split model's loss equals the whole model's.
 
         Args:
             split: Loss of the split model on this rank.
-            whole: Loss of the whole model on this rank.
+            unsplit: Loss of the whole model on this rank.
             failed: Whether this rank could not compute both.
-            apart: Relative difference that counts as rounding.
+            tolerance: Relative difference that counts as rounding.
 
         Returns:
             Whether all ranks could compute both losses.
@@ -312,13 +318,13 @@ class ReplicaCheck(SameBatch):
         failures = self.gathered([float(failed)])
         if failures.any():
             return False
-        losses = self.gathered([split, whole])
+        losses = self.gathered([split, unsplit])
         if _differ(losses[:, 0], torch.float32):
             return True  # the ranks' losses differ from each other: `loss` reports that
-        off = (losses[:, 0] - losses[:, 1]).abs() > apart * losses.abs().amax(1)
+        off = (losses[:, 0] - losses[:, 1]).abs() > tolerance * losses.abs().amax(1)
         if off.any():
             raise HastenError(
-                f"With its layers split, the model's loss for the first batch is {split:.6g}, and {whole:.6g} as a"
+                f"With its layers split, the model's loss for the first batch is {split:.6g}, and {unsplit:.6g} as a"
                 " whole: something between a split layer and the next sees a part of the features, as a softmax, a"
                 " mean or a norm over them does.",
                 "Only what works element by element fits between ColwiseParallel and RowwiseParallel: else"
@@ -335,19 +341,21 @@ class ReplicaCheck(SameBatch):
         """
         if not next(self._optimizer_steps):
             return
-        whole = [
+        unsplit = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None and not _is_split(parameter)
         ]
-        if not whole:
+        if not unsplit:
             return
-        norms = self.gathered([float(torch.linalg.vector_norm(local(one.grad).double())) for one in whole])
+        norms = self.gathered(
+            [float(torch.linalg.vector_norm(local(parameter.grad).double())) for parameter in unsplit]
+        )
         wrong = [
-            names.get(id(one), "a parameter")
-            for one, norm in zip(whole, norms.T, strict=True)
-            if _differ(norm, one.dtype)
+            names.get(id(parameter), "a parameter")
+            for parameter, norm in zip(unsplit, norms.T, strict=True)
+            if _differ(norm, parameter.dtype)
         ]
         if wrong:
             listed = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
@@ -367,5 +375,5 @@ def _differ(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether values differ by more than rounding in this dtype."""
     if not bool(torch.isfinite(values).all()):
         return False  # NaN and infinity are not a matter of the split: other checks report them
-    apart = max(_APART, 4 * torch.finfo(dtype).eps)
-    return float(values.max() - values.min()) > apart * float(values.abs().max()) + 1e-12
+    tolerance = max(_APART, 4 * torch.finfo(dtype).eps)
+    return float(values.max() - values.min()) > tolerance * float(values.abs().max()) + 1e-12

@@ -148,13 +148,17 @@ class World:
             return tensor
         import torch.distributed as dist
 
-        kinds = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+        ops = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
         is_mean = op in {"mean", "avg"}
         # Collectives do not sum bool tensors, so send them as uint8. gloo has no mean, so sum and divide.
-        sent = tensor.detach().to(self._wire(tensor), torch.uint8 if tensor.dtype is torch.bool else None, copy=True)
-        sent = sent.float() if is_mean and not (sent.is_floating_point() or sent.is_complex()) else sent.contiguous()
-        dist.all_reduce(sent, kinds.get(op, dist.ReduceOp.SUM))
-        if is_mean:
+        dtype = torch.uint8 if tensor.dtype is torch.bool else None
+        if is_mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            dtype = torch.int64  # exact: float32 would round each rank's number above 2**24, and int8 sums overflow
+        sent = tensor.detach().to(self._wire(tensor), dtype, copy=True).contiguous()
+        dist.all_reduce(sent, ops.get(op, dist.ReduceOp.SUM))
+        if is_mean and sent.dtype is torch.int64:
+            sent = (sent.double() / self.size).float()
+        elif is_mean:
             sent /= self.size
         elif tensor.dtype is torch.bool:
             sent = sent.bool()

@@ -40,7 +40,7 @@ class ShardedStates:
         self._world = world
         self._optimizer = weakref.proxy(optimizer)
         self.owner = self._shares()
-        self._taken: list[tuple[Any, Any]] = []
+        self._set_aside: list[tuple[Any, Any]] = []
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -60,7 +60,7 @@ class ShardedStates:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Step pre-hook: remove other ranks' gradients, now or after the closure that computes them."""
-        self._taken = []
+        self._set_aside = []
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
             self._take(optimizer)
@@ -87,26 +87,26 @@ class ShardedStates:
                     "Give configure_optimizers all groups, the late ones with lr=0, or leave the option out.",
                 )
             self.owner = self._shares()
-        self._taken += [
+        self._set_aside += [
             (parameter, parameter.grad)
             for parameter, rank in zip(parameters, self.owner, strict=True)
             if rank != self._world.rank and parameter.grad is not None
         ]
-        for parameter, _ in self._taken:
+        for parameter, _ in self._set_aside:
             parameter.grad = None
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Step post-hook: restore the gradients, and broadcast updated parameters, one message per rank and dtype."""
         import torch.distributed as dist
 
-        for parameter, gradient in self._taken:
+        for parameter, gradient in self._set_aside:
             parameter.grad = gradient
-        self._taken = []
-        kinds: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._set_aside = []
+        groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for parameter, rank in zip(self._parameters(), self.owner, strict=True):
             if parameter.grad is not None:
-                kinds.setdefault((rank, parameter.dtype), []).append(parameter.detach())
-        for (rank, _), tensors in sorted(kinds.items(), key=lambda kind: (kind[0][0], str(kind[0][1]))):
+                groups.setdefault((rank, parameter.dtype), []).append(parameter.detach())
+        for (rank, _), tensors in sorted(groups.items(), key=lambda kind: (kind[0][0], str(kind[0][1]))):
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(flat, rank)
             if rank != self._world.rank:
@@ -118,21 +118,21 @@ class ShardedStates:
         """Return the whole optimizer state on rank 0, this rank's part elsewhere; a collective."""
         import torch.distributed as dist
 
-        world, own = self._world, self._optimizer.state_dict()
-        states: dict[int, Any] = own["state"]
+        world, full_state = self._world, self._optimizer.state_dict()
+        states: dict[int, Any] = full_state["state"]
         gathered: list[Any] = [None] * world.size
         dist.all_gather_object(gathered, {at: _without_memory(state) for at, state in states.items()})
         for rank, shapes in enumerate(gathered[1:], start=1):
             for at, names in shapes.items():
                 if world.rank == 0:
-                    states[at] = {name: self._received(kept, rank) for name, kept in names.items()}
+                    states[at] = {name: self._received(value, rank) for name, value in names.items()}
                 elif world.rank == rank:
                     for value in states[at].values():
                         if isinstance(value, torch.Tensor):
                             dist.send(self._sent(value), 0)
         if world.rank == 0:
-            own["state"] = dict(sorted(states.items()))
-        return own  # type: ignore[no-any-return]
+            full_state["state"] = dict(sorted(states.items()))
+        return full_state  # type: ignore[no-any-return]
 
     def _received(self, value: Any, rank: int) -> Any:
         """Return a state value of another rank; a tensor's values are received from it."""

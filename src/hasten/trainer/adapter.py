@@ -70,7 +70,7 @@ class Adapter:
         """Return whether this process has imported the framework."""
         return True
 
-    def bases(self, what: str) -> tuple[type, ...]:
+    def bases(self, kind: str) -> tuple[type, ...]:
         """Return the framework's classes whose methods are defaults, for a "module", "callback" or "datamodule"."""
         return ()
 
@@ -82,12 +82,12 @@ class Adapter:
         """Return the exception for a training that SIGTERM ended, derived from `kind`."""
         return kind
 
-    def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
+    def environment_flags(self, kind: str, given_flags: Collection[str]) -> dict[str, tuple[str, Any]]:
         """Return the flags that environment variables of the framework set: flag -> (variable, value).
 
         Args:
             kind: Name of the Trainer's class.
-            given: Names of the flags that the script gives.
+            given_flags: Names of the flags that the script gives.
         """
         return {}
 

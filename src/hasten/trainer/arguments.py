@@ -22,13 +22,13 @@ def module_of(trainer: Trainer, fn: str, model: Any) -> Any:
     """
     last = trainer.model
     model = last if model is None or (isinstance(last, LossModule) and model is last.net) else model
-    kinds = adapter().kinds_of_module
+    class_names = adapter().kinds_of_module
     if model is None:
-        raise TypeError(f"`Trainer.{fn}()` requires a {kinds}: none was given, and none was trained before")
+        raise TypeError(f"`Trainer.{fn}()` requires a {class_names}: none was given, and none was trained before")
     model = getattr(model, "_orig_mod", model)  # unwrap torch.compile(module)
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "training_step"):
         raise NotAModuleError(
-            f"`Trainer.{fn}()`: model must be a {kinds}, got `{type(model).__name__}`",
+            f"`Trainer.{fn}()`: model must be a {class_names}, got `{type(model).__name__}`",
             "for a plain nn.Module: fit(model, loader, loss=torch.nn.functional.cross_entropy)",
         )
     return model

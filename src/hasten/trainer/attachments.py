@@ -34,8 +34,8 @@ class Attachments:
         config: The settled flags: `fast_dev_run`, for example, has turned checkpoints off.
     """
 
-    def __init__(self, given: Config, config: Config) -> None:
-        self._given, self._config = given, config
+    def __init__(self, user_config: Config, config: Config) -> None:
+        self._user_config, self._config = user_config, config
 
     def loggers(self) -> list[Any]:
         """Return the loggers given by the flag, or the default logger."""
@@ -62,24 +62,24 @@ class Attachments:
 
     def profiler(self) -> Any:
         """Return the profiler; by default, a profiler that does nothing."""
-        given = self._config.profiler
-        if given is not None and not isinstance(given, str):
-            if not hasattr(given, "profile"):
-                raise misconfigured(f"profiler={given!r} is no profiler", f"there are: {', '.join(PROFILERS)}")
-            return given
+        profiler = self._config.profiler
+        if profiler is not None and not isinstance(profiler, str):
+            if not hasattr(profiler, "profile"):
+                raise misconfigured(f"profiler={profiler!r} is no profiler", f"there are: {', '.join(PROFILERS)}")
+            return profiler
         known, nothing = adapter().profilers() or (PROFILERS, NoProfiler)
-        if given is None:
+        if profiler is None:
             return nothing()
-        if given.lower() not in known:
+        if profiler.lower() not in known:
             raise misconfigured(
                 "When passing string value for the `profiler` parameter of `Trainer`, it can only be one of"
-                f" {', '.join(known)}, and not {given!r}"
+                f" {', '.join(known)}, and not {profiler!r}"
             )
-        return known[given.lower()]()
+        return known[profiler.lower()]()
 
     def callbacks(self) -> list[Any]:
         """Return the given and default callbacks, checkpoints last, so that they save the others' up-to-date state."""
-        callbacks = _listed(self._given.callbacks)
+        callbacks = _listed(self._user_config.callbacks)
         callbacks = self._without_checkpoints(callbacks)
         self._add_shown(callbacks)
         self._add_by_flag(callbacks)
@@ -122,7 +122,7 @@ class Attachments:
         limit = seconds("max_time", self._config.max_time)
         if limit is not None and not callbacks_named(callbacks, "Timer"):
             callbacks.append(Timer(duration=timedelta(seconds=limit)))
-        schedule = self._given.accumulate_grad_batches
+        schedule = self._user_config.accumulate_grad_batches
         if isinstance(schedule, dict):
             if callbacks_named(callbacks, "GradientAccumulationScheduler"):
                 raise misconfigured(
@@ -137,9 +137,9 @@ def _default_logger(root: str) -> Any:
     return CSVLogger(root) if own is None else own
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(value: Any) -> list[Any]:
     """Return the given callbacks as a list; raise if one is not a callback."""
-    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple | set) else [given]
+    callbacks = [] if value is None else list(value) if isinstance(value, list | tuple | set) else [value]
     for callback in callbacks:
         if isinstance(callback, type) or not any(name.startswith(("on_", "setup")) for name in dir(callback)):
             hint = f"give one that is built: {callback.__name__}(...)" if isinstance(callback, type) else ""

@@ -70,8 +70,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 class _MovableMeta(type):
-    def __instancecheck__(cls, thing: Any) -> bool:
-        return callable(getattr(thing, "to", None)) and not isinstance(thing, type)
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return callable(getattr(instance, "to", None)) and not isinstance(instance, type)
 
 
 class MOVABLE(metaclass=_MovableMeta):

@@ -152,7 +152,7 @@ class _Forks:
 
     def _train(self, plan: dict[str, Any], options: WitnessOptions, checkpoint: str | None) -> None:
         """Fit a Trainer with this one's flags and the fork's plan, under the eyes of a witness."""
-        flags = {flag.name: getattr(self._trainer.given, flag.name) for flag in fields(self._trainer.given)}
+        flags = {flag.name: getattr(self._trainer.user_config, flag.name) for flag in fields(self._trainer.user_config)}
         overridden = {
             **flags,
             **_QUIET,

@@ -32,7 +32,7 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "state_dict": strategy.whole(module.state_dict(), keep),
+        "state_dict": strategy.full_state(module.state_dict(), keep),
         "loops": _loops(trainer, begun),
     }
     if not weights_only:
@@ -57,16 +57,16 @@ def contents(trainer: Trainer, begun: float, weights_only: bool = False) -> dict
             state[key] = dict(hparams)
     engine.guest.saved(state, weights_only)
     datamodule, hooks = trainer.datamodule, engine.hooks
-    if not weights_only and (own := hooks.of_datamodule("state_dict")) is not None and (saved := own()):
+    if not weights_only and (hook := hooks.of_datamodule("state_dict")) is not None and (saved := hook()):
         state[type(datamodule).__qualname__] = saved
     # Even a weights-only checkpoint goes through callbacks that average weights (EMA), as they replace its weights.
     averaging = [callback for callback in trainer.callbacks if getattr(callback, "changes_saved_weights", False)]
     for hook in hooks.of_callbacks("on_save_checkpoint", among=averaging if weights_only else None):
         hook(state)
-    for own in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
-        if own is not None:
-            own(state)
-    gathered: dict[str, Any] = strategy.whole(state, keep)  # for what callbacks added, such as averaged weights
+    for hook in (hooks.of_datamodule("on_save_checkpoint"), hooks.of_module("on_save_checkpoint")):
+        if hook is not None:
+            hook(state)
+    gathered: dict[str, Any] = strategy.full_state(state, keep)  # for what callbacks added, such as averaged weights
     return gathered
 
 

@@ -50,7 +50,7 @@ class Checkpointing:
         self._trainer = trainer
         self.saver = Saver(background, trainer.config.checkpoint_format)
         self._locks: dict[Path, FolderLock] = {}
-        self._made: set[Path] = set()  # folders that this run created
+        self._created: set[Path] = set()  # folders that this run created
         self.path: str | None = None
         self.loaded: dict[str, Any] | None = None
         self._noted: set[str] = set()
@@ -97,7 +97,7 @@ class Checkpointing:
         # Only within `fit`, whose end releases the lock; nothing would after `save_checkpoint` at another time.
         if folder not in self._locks and stage.fn == "fit" and stage.status == "running":
             if not folder.exists():
-                self._made.add(folder)
+                self._created.add(folder)
             self._locks[folder] = lock_folder(folder)
 
     def release(self) -> None:
@@ -107,10 +107,10 @@ class Checkpointing:
         finally:
             for held in self._locks.values():
                 held.close()
-            for folder in self._made & self._locks.keys():
+            for folder in self._created & self._locks.keys():
                 if not any(folder.iterdir()):  # nothing was saved
                     folder.rmdir()
-            self._locks, self._made = {}, set()
+            self._locks, self._created = {}, set()
 
     def begin(self) -> None:
         """Prepare for training: lock the folders, and note which buffers hold NaN by design."""

@@ -150,7 +150,7 @@ def resolve_limits(trainer: Trainer) -> None:
 
 def has_loader(engine: Engine, kind: str) -> bool:
     """Return whether loaders of a kind were given, or defined by datamodule or module."""
-    return engine.feeds[kind].given is not None or defines(engine, f"{kind}_dataloader")
+    return engine.feeds[kind].passed is not None or defines(engine, f"{kind}_dataloader")
 
 
 def defines(engine: Engine, hook: str) -> bool:

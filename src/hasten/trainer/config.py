@@ -63,7 +63,7 @@ class Config:
         " `hasten.strategies`; see [strategies](strategies.md)",
         values.strategy,
     )
-    num_nodes: int = _flag(1, WHERE, "number of machines; torchrun or srun starts more than one", values.whole(1))
+    num_nodes: int = _flag(1, WHERE, "number of machines; torchrun or srun starts more than one", values.at_least(1))
     precision: Any = _flag(
         None,
         WHERE,
@@ -79,16 +79,16 @@ class Config:
         None,
         HOW_LONG,
         "stop after this many epochs; -1: no limit. None: 1000 if `max_steps` is not given either",
-        values.whole(-1),
+        values.at_least(-1),
     )
     min_epochs: int | None = _flag(
-        None, HOW_LONG, "train at least this many epochs, even if a callback asks to stop", values.whole(0)
+        None, HOW_LONG, "train at least this many epochs, even if a callback asks to stop", values.at_least(0)
     )
     max_steps: int = _flag(
-        -1, HOW_LONG, "stop after this many optimizer steps; -1: no limit", values.whole(-1, optional=False)
+        -1, HOW_LONG, "stop after this many optimizer steps; -1: no limit", values.at_least(-1, optional=False)
     )
     min_steps: int | None = _flag(
-        None, HOW_LONG, "train at least this many optimizer steps, even if a callback asks to stop", values.whole(0)
+        None, HOW_LONG, "train at least this many optimizer steps, even if a callback asks to stop", values.at_least(0)
     )
     max_time: Duration | None = _flag(
         None, HOW_LONG, 'stop after this long: a timedelta, `"DD:HH:MM:SS"` or `{"hours": 2}`', values.duration
@@ -114,7 +114,7 @@ class Config:
         False, HOW_LONG, "run this many batches of every loop (True: 1), without logs and checkpoints", values.to_try
     )
     reload_dataloaders_every_n_epochs: int = _flag(
-        0, HOW_LONG, "request new loaders every n epochs; 0: never", values.whole(0, optional=False)
+        0, HOW_LONG, "request new loaders every n epochs; 0: never", values.at_least(0, optional=False)
     )
 
     val_check_interval: Any = _flag(
@@ -128,7 +128,7 @@ class Config:
         1,
         VALIDATION,
         "validate only in every n-th epoch; None: `val_check_interval` counts batches across epochs",
-        values.whole(1),
+        values.at_least(1),
     )
     num_sanity_val_steps: float | None = _flag(
         None, VALIDATION, "validation batches to try before training begins; -1: all. None: 2", values.sanity_steps
@@ -171,7 +171,7 @@ class Config:
         "a logger, a list of loggers, or False. None: CSV files (with another framework's modules: its default)",
     )
     callbacks: Any = _flag(None, FILES, "one callback or a list of them; see [callbacks](#callbacks)")
-    log_every_n_steps: Any = _flag(None, FILES, "log step values every n optimizer steps. None: 50", values.whole(0))
+    log_every_n_steps: Any = _flag(None, FILES, "log step values every n optimizer steps. None: 50", values.at_least(0))
     enable_progress_bar: bool | None = _flag(
         None, FILES, "a live line on a terminal, a line per epoch elsewhere; False: none", values.switch
     )

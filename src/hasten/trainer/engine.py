@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hasten.trainer.steps import Step
     from hasten.trainer.trainer import Trainer
 
-_KINDS = ("train", "val", "test", "predict")
+_LOADER_KINDS = ("train", "val", "test", "predict")
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Engine:
         self.outermost: list[str] | None = None
         self.guest = Guest()
         self.hooks: Hooks | Any = None
-        self.feeds = {kind: Feed() for kind in _KINDS}
+        self.feeds = {kind: Feed() for kind in _LOADER_KINDS}
         self.optimizing = Optimizing()
         self.loop: FitLoop | None = None
         self.board: LoggedValues | None = None
@@ -148,7 +148,7 @@ class Engine:
         self.model, self.datamodule = model, datamodule
         if datamodule is not None:
             datamodule.trainer = self.trainer
-        for kind in _KINDS:
+        for kind in _LOADER_KINDS:
             keeps = not fitting and kind not in loaders  # `test` keeps the loaders that `fit` trained and validated on
             self.feeds[kind] = Feed(loaders.get(kind), self.feeds[kind] if keeps else None)
 
@@ -164,10 +164,10 @@ class Engine:
         kinds = self.bases("module"), self.bases("callback"), self.bases("datamodule")
         self.hooks = hooks.Hooks(trainer, model, *kinds, wrap)
 
-    def bases(self, what: str) -> tuple[type, ...]:
+    def bases(self, kind: str) -> tuple[type, ...]:
         """Return the classes whose methods count as defaults, for a "module", "callback" or "datamodule"."""
         own: dict[str, tuple[type, ...]] = {"module": (Module, hooks.ModuleHooks), "callback": (Callback,)}
-        return own.get(what, ()) + adapter().bases(what)
+        return own.get(kind, ()) + adapter().bases(kind)
 
     def has_step(self, name: str) -> bool:
         """Return whether the module defines a step method (or hook) itself."""

@@ -30,7 +30,7 @@ class NotAModuleError(HastenError, TypeError):
     """An object that is not a module was given as the model."""
 
 
-def refuse_class(what: str, thing: object) -> None:
+def refuse_class(name: str, value: object) -> None:
     """Raise if a class was given instead of an object: `fit(Net)` instead of `fit(Net())`."""
-    if isinstance(thing, type):
-        raise NotAModuleError(f"{what} is the class {thing.__name__}", f"give one that is built: {thing.__name__}(...)")
+    if isinstance(value, type):
+        raise NotAModuleError(f"{name} is the class {value.__name__}", f"give one that is built: {value.__name__}(...)")

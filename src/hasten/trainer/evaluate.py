@@ -152,7 +152,7 @@ def evaluate(
     results: list[dict[str, Any]] = []
     progress, stopping = trainer.progress, trainer.engine.stopping
     progress.evaluated_batches = 0
-    seen = progress.batches_seen[f"{trainer.stage.fn}_{kind}"]
+    batches_seen = progress.batches_seen[f"{trainer.stage.fn}_{kind}"]
     for batch, batch_idx, index in running.batches(limits):
         while len(results) != index:  # the first batch of a later loader
             results.append(_loader_is_over(trainer, board))
@@ -164,8 +164,8 @@ def evaluate(
         fresh = trainer.collect()
         if trainer.sanity_checking:
             continue
-        trainer.log(fresh, step=seen[index])  # x-axis: batches evaluated so far, over all epochs
-        seen[index] += 1
+        trainer.log(fresh, step=batches_seen[index])  # x-axis: batches evaluated so far, over all epochs
+        batches_seen[index] += 1
         if stopping.signal:
             signals.stop_if_asked(trainer)
     results.append(_loader_is_over(trainer, board))
@@ -245,18 +245,18 @@ class _BatchIndices:
     """Records which samples each batch is made of, for callbacks that write predictions next to their samples."""
 
     def __init__(self, source: Combined) -> None:
-        self._seen: list[list[list[int]]] = []
+        self._drawn: list[list[list[int]]] = []
         for position, leaf in enumerate(source.leaves):
             sampler = getattr(leaf, "batch_sampler", None)
-            seen: list[list[int]] = []
-            self._seen.append(seen)
+            drawn: list[list[int]] = []
+            self._drawn.append(drawn)
             if sampler is not None:
-                source.leaves[position] = loading.changed(leaf, batch_sampler=_RecordingSampler(sampler, seen))
+                source.leaves[position] = loading.changed(leaf, batch_sampler=_RecordingSampler(sampler, drawn))
 
     def batch(self, loader: int, batch_idx: int) -> list[int] | None:
         """Return the sample indices of a batch; None if the loader's sampler has not drawn it, or it has no sampler."""
-        seen = self._seen[loader]
-        return seen[batch_idx] if batch_idx < len(seen) else None
+        drawn = self._drawn[loader]
+        return drawn[batch_idx] if batch_idx < len(drawn) else None
 
 
 class _RecordingSampler:
@@ -265,9 +265,9 @@ class _RecordingSampler:
     Prefetching workers draw ahead, so a batch is looked up by its number and not as the latest.
     """
 
-    def __init__(self, sampler: Any, seen: list[list[int]]) -> None:
+    def __init__(self, sampler: Any, drawn: list[list[int]]) -> None:
         self._sampler = sampler
-        self._seen = seen
+        self._drawn = drawn
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -277,5 +277,5 @@ class _RecordingSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._sampler:
-            self._seen.append(list(batch))
+            self._drawn.append(list(batch))
             yield batch

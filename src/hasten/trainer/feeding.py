@@ -27,7 +27,7 @@ class Feed:
     """The loaders of a kind ("train", "val", "test", "predict").
 
     Args:
-        given: The loaders passed to `fit`, `validate` and so on; None: the datamodule or the module provides them.
+        passed: The loaders passed to `fit`, `validate` and so on; None: the datamodule or the module provides them.
         before: The Feed of the previous run, to keep its loaders.
 
     Attributes:
@@ -37,8 +37,8 @@ class Feed:
         asked_in_epoch: The epoch in which datamodule or module were last asked for the loaders.
     """
 
-    def __init__(self, given: Any = None, before: Feed | None = None) -> None:
-        self.given = given
+    def __init__(self, passed: Any = None, before: Feed | None = None) -> None:
+        self.passed = passed
         self.source: Any = None if before is None else before.source
         self.limits: list[float] = [] if before is None else before.limits
         self.total: float = math.inf if before is None else before.total
@@ -84,18 +84,18 @@ def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
     step = {"train": "training", "val": "validation"}.get(kind, kind) + "_step"
     if limit == 0 or (kind in ("val", "test") and not trainer.engine.has_step(step)):
         return []
-    loaders = trainer.engine.feeds[kind].given
+    loaders = trainer.engine.feeds[kind].passed
     if loaders is not None:
         return loaders
-    own = trainer.engine.hooks.of_data(f"{kind}_dataloader")
-    if own is None:
+    hook = trainer.engine.hooks.of_data(f"{kind}_dataloader")
+    if hook is None:
         if kind == "val" and trainer.stage.fn == "fit":
             return []
         raise sources.NotALoaderError(
             f"An invalid dataloader was {_origin(trainer, kind)}: None",
             f"give one, or define {kind}_dataloader in the module or a datamodule",
         )
-    loaders = own()
+    loaders = hook()
     trainer.world.barrier("loaders")
     if loaders is None:
         sources.check_iterable(None, _origin(trainer, kind))
@@ -105,7 +105,7 @@ def _asked_for(trainer: Trainer, kind: str, limit: Any) -> Any:
 def _origin(trainer: Trainer, kind: str) -> str:
     """Return where the loaders of a kind came from, for messages."""
     hooks = trainer.engine.hooks
-    if trainer.engine.feeds[kind].given is not None or hooks.of_data(f"{kind}_dataloader") is None:
+    if trainer.engine.feeds[kind].passed is not None or hooks.of_data(f"{kind}_dataloader") is None:
         argument = f"{kind}_dataloaders" if trainer.stage.fn == "fit" else "dataloaders"
         return f"passed to `Trainer.{trainer.stage.fn}({argument}=...)`"
     owner = hooks.owner_of_data(f"{kind}_dataloader")
@@ -171,15 +171,15 @@ class DataLoaderIterator:
 
     Args:
         fetch: Returns the next batch.
-        done: Number of batches drawn before.
+        count: Number of batches drawn before.
 
     Attributes:
         last: The item drawn last; its batch is None before the first. Hooks around the step get it.
     """
 
-    def __init__(self, fetch: Callable[[], Any], done: int = 0) -> None:
-        self._fetch, self.done = fetch, done
-        self.last: tuple[Any, int, int] = (None, max(0, done - 1), 0)  # after a resume, count on
+    def __init__(self, fetch: Callable[[], Any], count: int = 0) -> None:
+        self._fetch, self.count = fetch, count
+        self.last: tuple[Any, int, int] = (None, max(0, count - 1), 0)  # after a resume, count on
 
     def itself(self) -> DataLoaderIterator:
         """Return this iterator, in place of a batch."""
@@ -189,11 +189,11 @@ class DataLoaderIterator:
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
-        self.last = self._fetch(), self.done, 0
-        self.done += 1
+        self.last = self._fetch(), self.count, 0
+        self.count += 1
         return self.last
 
-    def told(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def with_last_batch(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook so that its last two arguments are the batch drawn last and its number."""
         return lambda *args: hook(*args[:-2], *self.last[:2])
 

@@ -19,7 +19,7 @@ from hasten.trainer.strategies import Strategy, strategy_named
 Check = Callable[[str, Any], Any]
 
 
-def whole(least: int, optional: bool = True) -> Check:
+def at_least(least: int, optional: bool = True) -> Check:
     """Return the check of an int flag that is at least `least`; `optional` allows None."""
 
     def check(name: str, value: Any) -> Any:
@@ -35,7 +35,7 @@ def whole(least: int, optional: bool = True) -> Check:
 
 def sanity_steps(name: str, value: Any) -> Any:
     """Check `num_sanity_val_steps`: a number of batches; -1 means all, as infinity."""
-    return math.inf if value in (-1, math.inf) and not isinstance(value, bool) else whole(-1)(name, value)
+    return math.inf if value in (-1, math.inf) and not isinstance(value, bool) else at_least(-1)(name, value)
 
 
 def share_or_count(name: str, value: Any) -> Any:
@@ -63,11 +63,11 @@ def to_try(name: str, value: Any) -> int | bool:
 def accumulation(name: str, value: Any) -> int | dict[int, int]:
     """Check `accumulate_grad_batches`: a number, or a schedule {epoch: number}."""
     if not isinstance(value, Mapping):
-        whole(1, optional=False)(name, value)
+        at_least(1, optional=False)(name, value)
         return value  # type: ignore[no-any-return]
     for epoch, every in value.items():
-        whole(0, optional=False)(f"{name}: epoch", epoch)
-        whole(1, optional=False)(f"{name} at epoch {epoch}", every)
+        at_least(0, optional=False)(f"{name}: epoch", epoch)
+        at_least(1, optional=False)(f"{name} at epoch {epoch}", every)
     return dict(value)
 
 
@@ -176,9 +176,9 @@ def one_of(*names: str) -> Check:
     return check
 
 
-def _path(name: str, value: Any, *others: type) -> None:
+def _path(name: str, value: Any, *other_types: type) -> None:
     """Raise if a value is not a path, None or of another accepted type."""
-    if value is not None and not isinstance(value, (str, os.PathLike, *others)):
+    if value is not None and not isinstance(value, (str, os.PathLike, *other_types)):
         raise WrongValueError(f"{name}={value!r} is a {type(value).__name__}, not a path")
 
 

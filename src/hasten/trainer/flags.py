@@ -78,9 +78,9 @@ OLD_FLAGS = {
 _ELSEWHERE = {"plugins": "hasten has no plugins; precision and strategy are flags"}
 
 
-def refuse_unknown(given: Iterable[str], known: list[str]) -> None:
+def refuse_unknown(names: Iterable[str], known: list[str]) -> None:
     """Raise for an argument that is not a flag, and suggest the right one."""
-    for name in given:
+    for name in names:
         if name in known:
             continue
         if name in OLD_FLAGS:

@@ -262,20 +262,24 @@ class Hooks:
         """Return the hooks for the end of a training batch: of callbacks that may skip batches, and of all others.
 
         Args:
-            adapt: Wraps each hook for the loop (see `DataLoaderIterator.told`).
+            adapt: Wraps each hook for the loop (see `DataLoaderIterator.with_last_batch`).
         """
         name = "on_train_batch_end"
         skipping = [
             callback for callback in self._trainer.callbacks if getattr(callback, "skip_batches", None) is not None
         ]
-        rest = [callback for callback in self._trainer.callbacks if not any(callback is other for other in skipping)]
-        own = self.of_module(name)
-        skipping_hooks = [
-            (callback, hook) for callback in skipping for hook in self.told_callbacks(name, adapt, [callback])
+        every_batch = [
+            callback for callback in self._trainer.callbacks if not any(callback is skipper for skipper in skipping)
         ]
-        return skipping_hooks, self.told_callbacks(name, adapt, rest) + ([adapt(own)] if own else [])
+        module_hook = self.of_module(name)
+        skipping_hooks = [
+            (callback, hook) for callback in skipping for hook in self.adapted_callbacks(name, adapt, [callback])
+        ]
+        return skipping_hooks, self.adapted_callbacks(name, adapt, every_batch) + (
+            [adapt(module_hook)] if module_hook else []
+        )
 
-    def told_callbacks(self, name: str, adapt: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
+    def adapted_callbacks(self, name: str, adapt: Callable[[Hook], Hook], among: list[Any] | None = None) -> list[Hook]:
         """Return the callbacks' methods, wrapped by `adapt`, except those of hasten: these count the loop's batches."""
         adapted: list[Hook] = []
         for callback in self._trainer.callbacks if among is None else among:
@@ -285,14 +289,14 @@ class Hooks:
 
     def of(self, name: str) -> list[Hook]:
         """Return all definitions of a hook: callbacks first, then the module."""
-        own = self.of_module(name)
-        return self.of_callbacks(name) + ([own] if own else [])
+        module_hook = self.of_module(name)
+        return self.of_callbacks(name) + ([module_hook] if module_hook else [])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call all definitions of a hook; return the module's result."""
         answer = None
         for hook in self.of_callbacks(name):
             hook(*args, **kwargs)
-        if (own := self.of_module(name)) is not None:
-            answer = own(*args, **kwargs)
+        if (module_hook := self.of_module(name)) is not None:
+            answer = module_hook(*args, **kwargs)
         return answer

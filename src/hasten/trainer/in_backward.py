@@ -143,6 +143,6 @@ def _refusal(trainer: Trainer, hooks: Hooks, optimizer: Any) -> tuple[str, str] 
             owners = [
                 type(callback).__name__ for callback in trainer.callbacks if hooks.of_callbacks(name, among=[callback])
             ]
-            who = owners[0] if owners else type(trainer.model).__name__
-            return f"{who}.{name} would find no gradients", "leave one of them out"
+            owner_name = owners[0] if owners else type(trainer.model).__name__
+            return f"{owner_name}.{name} would find no gradients", "leave one of them out"
     return None

@@ -60,10 +60,10 @@ def installed(config: Config) -> Installed:
     return Installed(settings, Run(build(settings, CATALOGUE)), [], remarks)
 
 
-def _chosen(config: Config, given: Any) -> tuple[dict[str, Setting], list[str]]:
+def _chosen(config: Config, source: Any) -> tuple[dict[str, Setting], list[str]]:
     """Return the techniques of plan and flags that are on, and remarks about those that have no effect here."""
     flags = {name: setting for name, setting in config.techniques.items() if setting is not None}
-    plan = Plan() if given is None else given if isinstance(given, Plan) else Plan.read(given)
+    plan = Plan() if source is None else source if isinstance(source, Plan) else Plan.read(source)
     check(plan)
     chosen = dict(plan.techniques)
     for name, setting in flags.items():
@@ -101,11 +101,11 @@ def _left_out(name: str, setting: Setting) -> str:
 _ONE_OR_ALL = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 
 
-def notes_on_one(given: Mapping[str, Any]) -> list[str]:
+def notes_on_one(flags: Mapping[str, Any]) -> list[str]:
     """Return a line for each flag given as 1 or 1.0, which mean different things and are easily confused."""
     notes = []
     for name in (*_ONE_OR_ALL, "overfit_batches", "val_check_interval"):
-        value = given.get(name)
+        value = flags.get(name)
         if type(value) in (int, float) and value == 1:
             if name == "val_check_interval":
                 meaning = "validation will run after " + ("every batch" if type(value) is int else "an epoch")

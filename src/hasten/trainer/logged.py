@@ -18,10 +18,10 @@ from hasten.trainer.logged_value import Entry, Reduce, value_type
 
 _TENSOR = torch.Tensor
 _WIDE = (torch.float32, torch.float64)
-_BOTH = ((False, True), (False, True))
+_ON_OR_OFF = ((False, True), (False, True))
 _EPOCH_ONLY = ((False,), (True,))
-_IN_TRAINING = (*_BOTH, True, False)  # allowed for on_step, on_epoch; defaults of on_step, on_epoch
-_IN_EVALUATION = (*_BOTH, False, True)
+_IN_TRAINING = (*_ON_OR_OFF, True, False)  # allowed for on_step, on_epoch; defaults of on_step, on_epoch
+_IN_EVALUATION = (*_ON_OR_OFF, False, True)
 _AT_EDGES = (*_EPOCH_ONLY, False, True)
 
 MAY_LOG: dict[str, tuple[tuple[bool, ...], tuple[bool, ...], bool, bool]] = {

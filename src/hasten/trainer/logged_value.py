@@ -88,8 +88,8 @@ class Entry:
             self.count += sum(self._weights)
         if self.reduce in ("min", "max"):
             folded = getattr(stacked, self.reduce)()
-            both = getattr(torch, f"{self.reduce}imum")
-            self.total = folded if self.total is None else both(self.total, folded)
+            smaller_or_larger = getattr(torch, f"{self.reduce}imum")
+            self.total = folded if self.total is None else smaller_or_larger(self.total, folded)
         elif device.type == "cpu" and not self.graph:
             # Summed one after the other in their own precision, as other Trainers do, for bit-identical values.
             before = [] if self.total is None else [self.total.to(stacked.dtype).reshape(1).numpy()]

@@ -65,11 +65,11 @@ class FitLoop:
         hooks.call("on_train_start")
         step = (steps.automatic if trainer.model.automatic_optimization else steps.manual)(trainer, hooks)
         self.validation.restart_clock()
-        while not self.done():
+        while not self.is_done():
             self._epoch(step)
         hooks.call("on_train_end")
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether training is over; print which limit ended it."""
         trainer, progress, config = self.trainer, self.progress, self.trainer.config
         if self.feed.total == 0:
@@ -140,8 +140,8 @@ class FitLoop:
         # their hooks the value that is monitored.
         for hook in hooks.of_callbacks("on_train_epoch_end", monitoring=False):
             hook()
-        if (own := hooks.of_module("on_train_epoch_end")) is not None:
-            own()
+        if (module_hook := hooks.of_module("on_train_epoch_end")) is not None:
+            module_hook()
         for hook in hooks.of_callbacks("on_train_epoch_end", monitoring=True):
             hook()
         self._epoch_is_over(self._at_the_end())
@@ -192,8 +192,8 @@ class FitLoop:
         trainer, hooks, board, progress, engine = self.trainer, self.hooks, self.board, self.progress, self.engine
         total, ahead = self.feed.total, self.ahead
         fetch, preparing, step, adapt = self._input_pipeline(step)
-        on_start = hooks.told_callbacks("on_train_batch_start", adapt)
-        own_start = adapt(own) if (own := hooks.of_module("on_train_batch_start")) else None
+        on_start = hooks.adapted_callbacks("on_train_batch_start", adapt)
+        module_start = adapt(module_hook) if (module_hook := hooks.of_module("on_train_batch_start")) else None
         skipping, on_end = hooks.at_batch_end(adapt)
         next_look = progress.batch_idx  # the next batch at which a callback that skips batches is due
         automatic = trainer.model.automatic_optimization
@@ -222,7 +222,7 @@ class FitLoop:
             else:
                 for hook in on_start:
                     hook(batch, batch_idx)
-                ends_epoch = own_start is not None and own_start(batch, batch_idx) == -1
+                ends_epoch = module_start is not None and module_start(batch, batch_idx) == -1
                 if not ends_epoch:
                     output = run_step(batch, batch_idx, not batch_idx % every, last or not (batch_idx + 1) % every)
                     run_step = step
@@ -237,10 +237,10 @@ class FitLoop:
                 break
             progress.point = "batch_end"
             over = progress.should_stop or progress.global_step == trainer.config.max_steps
-            due = over or last or batch_idx >= next_look
-            if on_end or (due and skipping):
+            calls_skipping = over or last or batch_idx >= next_look
+            if on_end or (calls_skipping and skipping):
                 outputs = None if batch is None else given_to_hooks(output, every)
-                if due:
+                if calls_skipping:
                     next_look = _call_skipping(skipping, outputs, batch, batch_idx)
                 for hook in on_end:
                     hook(outputs, batch, batch_idx)
@@ -254,7 +254,7 @@ class FitLoop:
         if not feeding.draws_batches(self.trainer.model.training_step):
             return self.fetch, feeding.batch_transforms(self.trainer, "train"), step, lambda hook: hook
         drawn = feeding.DataLoaderIterator(self.fetch, self.progress.batch_idx)
-        return drawn.itself, [], self._drawing(step, drawn), drawn.told
+        return drawn.itself, [], self._drawing(step, drawn), drawn.with_last_batch
 
     def _finish_resumed_batch(self) -> None:
         """Resume from a checkpoint that was saved in a hook at a batch's end: finish what is left of that batch."""
@@ -274,9 +274,9 @@ class FitLoop:
 
         def stepped(batch: Any, batch_idx: int, opens: bool, closes: bool) -> Any:
             output = step(batch, batch_idx, opens, closes)
-            self.progress.batch_idx = drawn.done - 1  # the loop adds one after the step
+            self.progress.batch_idx = drawn.count - 1  # the loop adds one after the step
             over = self.ahead is not None and self.ahead.over
-            self.last = over or drawn.done >= self.feed.total
+            self.last = over or drawn.count >= self.feed.total
             return output
 
         return stepped
@@ -288,8 +288,8 @@ class FitLoop:
         if validates:
             if not accumulating or not trainer.model.automatic_optimization:
                 every = trainer.config.log_every_n_steps
-                due = every and not (progress.logged_steps + 1) % every
-                if due or progress.should_stop or trainer.config.fast_dev_run:
+                logs_now = every and not (progress.logged_steps + 1) % every
+                if logs_now or progress.should_stop or trainer.config.fast_dev_run:
                     trainer.log(trainer.collect())
             if self.validation.enabled:
                 stops = progress.should_stop and self.may_stop()

@@ -66,20 +66,20 @@ class NoOptimizer(torch.optim.Optimizer):
         """Do nothing: there is no state."""
 
 
-def is_optimizer(thing: Any) -> bool:
+def is_optimizer(value: Any) -> bool:
     """Return whether an object can be used as an optimizer, torch's or not."""
-    return isinstance(thing, torch.optim.Optimizer) or all(
-        hasattr(thing, name) for name in ("step", "state_dict", "load_state_dict", "param_groups")
+    return isinstance(value, torch.optim.Optimizer) or all(
+        hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "param_groups")
     )
 
 
 def parsed(
-    given: Any, automatic: bool, custom_scheduler_step: bool, error: Any = HastenError
+    returned: Any, automatic: bool, custom_scheduler_step: bool, error: Any = HastenError
 ) -> tuple[list[Any], list[SchedulerConfig]]:
     """Parse the result of `configure_optimizers` into optimizers and schedulers.
 
     Args:
-        given: The result.
+        returned: The result of `configure_optimizers`.
         automatic: Whether the Trainer steps them.
         custom_scheduler_step: Whether the module defines `lr_scheduler_step`.
         error: The exception to raise.
@@ -87,10 +87,10 @@ def parsed(
     Raises:
         HastenError: The result has none of the accepted shapes.
     """
-    if given is None:
+    if returned is None:
         messages.warn("configure_optimizers gave None: this fit will run with no optimizer", stacklevel=3)
-        given = NoOptimizer()
-    optimizers, schedulers, monitor = _unpacked(given, error)
+        returned = NoOptimizer()
+    optimizers, schedulers, monitor = _unpacked(returned, error)
     if automatic and len(optimizers) > 1:
         raise RuntimeError(
             "training with multiple optimizers is only supported with manual optimization: set"
@@ -102,41 +102,41 @@ def parsed(
     return optimizers, configs
 
 
-def _unpacked(given: Any, error: Any) -> tuple[list[Any], list[Any], str | None]:
+def _unpacked(returned: Any, error: Any) -> tuple[list[Any], list[Any], str | None]:
     """Return the optimizers, the schedulers as given, and the "monitor" that stands beside them."""
-    if is_optimizer(given):
-        return [given], [], None
-    if isinstance(given, Mapping):
-        _known_keys(given, error)
-        schedulers = [given["lr_scheduler"]] if given.get("lr_scheduler") is not None else []
-        return [given["optimizer"]], schedulers, given.get("monitor")
-    if isinstance(given, list | tuple):
-        if len(given) == 2 and isinstance(given[0], list) and all(map(is_optimizer, given[0])):
-            return given[0], given[1] if isinstance(given[1], list) else [given[1]], None
-        if given and all(isinstance(config, Mapping) for config in given):
-            for config in given:
+    if is_optimizer(returned):
+        return [returned], [], None
+    if isinstance(returned, Mapping):
+        _known_keys(returned, error)
+        schedulers = [returned["lr_scheduler"]] if returned.get("lr_scheduler") is not None else []
+        return [returned["optimizer"]], schedulers, returned.get("monitor")
+    if isinstance(returned, list | tuple):
+        if len(returned) == 2 and isinstance(returned[0], list) and all(map(is_optimizer, returned[0])):
+            return returned[0], returned[1] if isinstance(returned[1], list) else [returned[1]], None
+        if returned and all(isinstance(config, Mapping) for config in returned):
+            for config in returned:
                 _known_keys(config, error)
-            schedulers = [config["lr_scheduler"] for config in given if "lr_scheduler" in config]
-            return [config["optimizer"] for config in given], schedulers, None
-        if all(map(is_optimizer, given)):
-            return list(given), [], None
-    kinds = ", ".join(type(entry).__name__ for entry in given) if isinstance(given, list | tuple) else ""
+            schedulers = [config["lr_scheduler"] for config in returned if "lr_scheduler" in config]
+            return [config["optimizer"] for config in returned], schedulers, None
+        if all(map(is_optimizer, returned)):
+            return list(returned), [], None
+    type_names = ", ".join(type(entry).__name__ for entry in returned) if isinstance(returned, list | tuple) else ""
     raise error(
-        f"Unknown configuration for model optimizers: configure_optimizers gave a {type(given).__name__}"
-        f"{kinds and f' of {kinds}'}",
+        f"Unknown configuration for model optimizers: configure_optimizers gave a {type(returned).__name__}"
+        f"{type_names and f' of {type_names}'}",
         _SHAPES,
     )
 
 
-def _known_keys(given: Mapping[str, Any], error: Any) -> None:
+def _known_keys(config: Mapping[str, Any], error: Any) -> None:
     """Raise if a dict has no optimizer; warn of keys that are ignored."""
-    if not is_optimizer(given.get("optimizer")):
+    if not is_optimizer(config.get("optimizer")):
         raise error(
-            f'Unknown configuration for model optimizers: "optimizer" is {given.get("optimizer")!r} in the dict that'
+            f'Unknown configuration for model optimizers: "optimizer" is {config.get("optimizer")!r} in the dict that'
             " configure_optimizers gave",
             _SHAPES,
         )
-    if unknown := given.keys() - {"optimizer", "lr_scheduler", "monitor"}:
+    if unknown := config.keys() - {"optimizer", "lr_scheduler", "monitor"}:
         messages.warn(
             f"Found unsupported keys in the optimizer configuration: {set(unknown)}; they are ignored",
             RuntimeWarning,
@@ -144,28 +144,28 @@ def _known_keys(given: Mapping[str, Any], error: Any) -> None:
         )
 
 
-def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> SchedulerConfig:
+def _config(entry: Any, monitor: str | None, automatic: bool, error: Any) -> SchedulerConfig:
     """Return the config of a scheduler, or of a dict with a scheduler."""
-    plateau = isinstance(given, ReduceLROnPlateau)
-    if not isinstance(given, Mapping):
+    plateau = isinstance(entry, ReduceLROnPlateau)
+    if not isinstance(entry, Mapping):
         if plateau and automatic and monitor is None:
             raise error(
                 "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` is used",
                 'configure_optimizers: {"optimizer": ..., "lr_scheduler": ..., "monitor": "val_loss"}',
             )
-        return SchedulerConfig(given, reduce_on_plateau=plateau and automatic, monitor=monitor if plateau else None)
+        return SchedulerConfig(entry, reduce_on_plateau=plateau and automatic, monitor=monitor if plateau else None)
     known = {field.name for field in fields(SchedulerConfig)}
-    if unknown := given.keys() - known:
+    if unknown := entry.keys() - known:
         messages.warn(
             f"Found unsupported keys in the lr scheduler dict: {set(unknown)}; they are ignored",
             RuntimeWarning,
             stacklevel=5,
         )
-    if "scheduler" not in given:
+    if "scheduler" not in entry:
         raise error('The lr scheduler dict must have the key "scheduler"', '{"scheduler": ..., "interval": "step"}')
-    config = SchedulerConfig(**{key: value for key, value in given.items() if key in known})
+    config = SchedulerConfig(**{key: value for key, value in entry.items() if key in known})
     if not automatic:
-        if idle := given.keys() & {"reduce_on_plateau", "monitor", "strict"}:
+        if idle := entry.keys() & {"reduce_on_plateau", "monitor", "strict"}:
             messages.warn(
                 f"The lr scheduler dict has {sorted(idle)}, but the keys will be ignored: in manual optimization you"
                 " step schedulers yourself",
@@ -178,7 +178,7 @@ def _config(given: Any, monitor: str | None, automatic: bool, error: Any) -> Sch
     frequency: Any = config.frequency
     if not isinstance(frequency, int) or frequency < 1:
         raise error(f'The "frequency" in lr scheduler dict must be an int of at least 1, not {frequency!r}')
-    config.reduce_on_plateau = given.get("reduce_on_plateau", isinstance(config.scheduler, ReduceLROnPlateau))
+    config.reduce_on_plateau = entry.get("reduce_on_plateau", isinstance(config.scheduler, ReduceLROnPlateau))
     if config.reduce_on_plateau and config.monitor is None:
         raise error(
             "The lr scheduler dict must include a monitor when a `ReduceLROnPlateau` is used",
@@ -220,7 +220,7 @@ def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
     schedulers = engine.optimizing.schedulers
     if not schedulers or not trainer.model.automatic_optimization:  # in manual optimization the module steps them
         return
-    own = engine.hooks.of_module("lr_scheduler_step")
+    hook = engine.hooks.of_module("lr_scheduler_step")
     count = progress.batch_idx if interval == "step" else progress.current_epoch + 1
     for config in schedulers:
         if config.interval != interval or config.reduce_on_plateau != plateau or count % config.frequency:
@@ -228,8 +228,8 @@ def step_schedulers(trainer: Trainer, interval: str, plateau: bool) -> None:
         value = _monitored(trainer, config) if config.reduce_on_plateau else None
         if config.reduce_on_plateau and value is None:  # not logged, and strict=False: `_monitored` has warned
             continue
-        if own is not None:
-            own(config.scheduler, value)
+        if hook is not None:
+            hook(config.scheduler, value)
         elif value is None:
             config.scheduler.step()
         else:

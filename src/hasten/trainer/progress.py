@@ -68,6 +68,6 @@ class Progress:
         """Return the number of batches seen in validations within `fit`, by loader, in a checkpoint's format."""
         return sorted(map(list, self.batches_seen["fit_validate"].items()))
 
-    def take(self, other: Progress) -> None:
+    def take(self, source: Progress) -> None:
         """Copy the counters of a run in another process."""
-        vars(self).update(vars(other))
+        vars(self).update(vars(source))

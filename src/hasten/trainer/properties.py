@@ -59,7 +59,7 @@ class TrainerProperties:
     callbacks: list[Any]
     checkpointing: Checkpointing
     _loggers: list[Any]
-    _said: set[str]
+    _said_once: set[str]
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -356,8 +356,8 @@ class TrainerProperties:
             text: The line.
             once: Print this text only once per Trainer.
         """
-        if self.is_global_zero and not (once and text in self._said):
-            self._said.add(text)
+        if self.is_global_zero and not (once and text in self._said_once):
+            self._said_once.add(text)
             log = logging.getLogger(adapter().log_name)
             if log.isEnabledFor(logging.INFO) and log.hasHandlers():
                 with messages.harmless():

@@ -34,12 +34,12 @@ def restore_model(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     datamodule = trainer.datamodule
     if datamodule is not None:
         saved = state.get(type(datamodule).__qualname__)
-        if saved is not None and (own := hooks.of_datamodule("load_state_dict")) is not None:
-            own(saved)
-        if (own := hooks.of_datamodule("on_load_checkpoint")) is not None:
-            own(state)
-    if (own := hooks.of_module("on_load_checkpoint")) is not None:
-        own(state)
+        if saved is not None and (hook := hooks.of_datamodule("load_state_dict")) is not None:
+            hook(saved)
+        if (hook := hooks.of_datamodule("on_load_checkpoint")) is not None:
+            hook(state)
+    if (hook := hooks.of_module("on_load_checkpoint")) is not None:
+        hook(state)
     for technique in trainer.engine.run.techniques_at("prepare"):
         if technique.setting == "64-true":  # before loading: a float32 module would round the weights
             technique.prepare(module)
@@ -104,8 +104,8 @@ def restore_training(trainer: Trainer, state: dict[str, Any], path: str) -> dict
     engine.guest.restore(state)
     loops = state.get("loops") or {}
     if "hasten" not in loops:  # saved before training began, or by another framework
-        own = "hasten_version" in loops
-        progress.current_epoch = state["epoch"] if own else _foreign_epochs(trainer, state, path)
+        by_hasten = "hasten_version" in loops
+        progress.current_epoch = state["epoch"] if by_hasten else _foreign_epochs(trainer, state, path)
         _check_epochs(trainer, progress.current_epoch)
         return None
     resumed: dict[str, Any] = loops["hasten"]
@@ -133,27 +133,27 @@ def _check_same(trainer: Trainer, path: str, owner: Any, saved: Any) -> None:
     torch would load such a state without complaint, and fail in the first step.
     """
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    own = getattr(owner, "param_groups", None)
-    if not groups or not own:
+    groups_now = getattr(owner, "param_groups", None)
+    if not groups or not groups_now:
         return
-    if missing := {name for name in own[0] if name not in groups[0]} - _NEW_OPTIONS:
+    if missing := {name for name in groups_now[0] if name not in groups[0]} - _NEW_OPTIONS:
         raise trainer.misconfigured(
             f"{path} has the state of another optimizer than {type(owner).__name__}: it has no"
             f" {', '.join(sorted(missing))}",
             "resume with the optimizer that the training began with, or load only the weights",
         )
-    before, after = own[0].get("lr"), groups[0].get("lr")
+    before, after = groups_now[0].get("lr"), groups[0].get("lr")
     if before != after and not trainer.engine.optimizing.schedulers and isinstance(before, float):
         trainer.say(f"the optimizer continues with lr={after} of the checkpoint, not {before}")
 
 
-def _check_epochs(trainer: Trainer, done: int) -> None:
+def _check_epochs(trainer: Trainer, epochs: int) -> None:
     """Raise if the checkpoint has done more epochs than `max_epochs`."""
     limit = trainer.config.max_epochs
-    if limit is not None and -1 != limit < done:
+    if limit is not None and -1 != limit < epochs:
         raise trainer.misconfigured(
-            f"You restored a checkpoint with current_epoch={done}, but you have set Trainer(max_epochs={limit})",
-            f"say max_epochs={done + 1} or more to continue, or fit without ckpt_path to start again",
+            f"You restored a checkpoint with current_epoch={epochs}, but you have set Trainer(max_epochs={limit})",
+            f"say max_epochs={epochs + 1} or more to continue, or fit without ckpt_path to start again",
         )
 
 

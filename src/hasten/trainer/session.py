@@ -59,7 +59,7 @@ def run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
             return _run(trainer, Function(fn), path, **options)
         except BaseException as error:
             if engine.guest.is_leaving(error):
-                _left(trainer)
+                _leave(trainer)
                 return None
             explained = engine.strategy.explained(error)
             if trainer.training and is_out_of_memory(error):
@@ -94,7 +94,7 @@ def _open(trainer: Trainer) -> None:
             logger.agree(engine.world)
 
 
-def _left(trainer: Trainer) -> None:
+def _leave(trainer: Trainer) -> None:
     """End a run that a callback left on purpose (a learning-rate finder, for example): no failure."""
     _tell_of_the_end(trainer, trainer.stage.fn)
     _tear_down(trainer)
@@ -166,8 +166,8 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     engine.meet()
     hooks = engine.hooks
     engine.board = None if fn == "predict" else engine.new_board(training=fn == "fit")
-    if (own := hooks.of_module("configure_callbacks")) is not None:
-        attachments.with_module_callbacks(trainer, own())
+    if (hook := hooks.of_module("configure_callbacks")) is not None:
+        attachments.with_module_callbacks(trainer, hook())
     checks.check(trainer, fn)
     if measures(trainer.profiler):
         engine.guest.before_profiling()
@@ -177,12 +177,12 @@ def _run(trainer: Trainer, fn: str, path: str | None, **options: Any) -> Any:
     setting_up.open_loggers(trainer)
     engine.world.barrier("setup")
     engine.guest.before_setup()
-    if (own := hooks.of_datamodule("setup")) is not None:
-        own(stage=fn)
+    if (hook := hooks.of_datamodule("setup")) is not None:
+        hook(stage=fn)
     hooks.call("setup", stage=fn)
     engine.world.barrier("after setup")
-    if (own := hooks.of_module("configure_model")) is not None:
-        own()
+    if (hook := hooks.of_module("configure_model")) is not None:
+        hook()
     if fn == "fit":
         rank_checks.check_model(trainer)  # else ranks that differ would wait for each other in training
     trainer.checkpointing.load(path)
@@ -291,7 +291,7 @@ def train(trainer: Trainer, resumed: dict[str, Any] | None) -> None:
         feeding.setup(trainer, "val")
     stage, trainer.stage.stage = trainer.stage.stage, "train"
     loop.resume_between_epochs()
-    if loop.done():
+    if loop.is_done():
         trainer.stage.stage = stage
         if trainer.current_epoch and resumed is None and engine.trained is not engine.model:
             trainer.warn(

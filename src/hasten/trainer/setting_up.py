@@ -75,9 +75,9 @@ def optimizers(trainer: Trainer) -> None:
     """Build optimizers and schedulers, and wrap the model for distributed training."""
     engine, model = trainer.engine, trainer.model
     hooks, optimizing = engine.hooks, engine.optimizing
-    own = hooks.of_module("configure_optimizers")
+    hook = hooks.of_module("configure_optimizers")
     optimizing.optimizers, configs = parsed(
-        own() if own is not None else model.configure_optimizers(),
+        hook() if hook is not None else model.configure_optimizers(),
         model.automatic_optimization,
         hooks.of_module("lr_scheduler_step") is not None,
         trainer.misconfigured,
@@ -96,18 +96,18 @@ def optimizers(trainer: Trainer) -> None:
 def log_hparams(trainer: Trainer) -> None:
     """Send the hyper-parameters of module and datamodule to the loggers."""
     model, datamodule = trainer.model, trainer.datamodule
-    given = [
+    hparams_of = [
         dict(getattr(owner, "hparams_initial", None) or owner.hparams)
         for owner in (model, datamodule)
         if owner is not None and getattr(owner, "_log_hyperparams", False)
     ]
-    model_has, data_has = given if len(given) == 2 else ({}, {})
+    model_has, data_has = hparams_of if len(hparams_of) == 2 else ({}, {})
     if differ := [str(name) for name in model_has.keys() & data_has if not _same(model_has, data_has, name)]:
         raise RuntimeError(
             f"Error while merging hparams: module and datamodule both have {sorted(differ)}, with different values:"
             " loggers could show only one of them"
         )
-    hparams = {name: value for owner_hparams in given for name, value in owner_hparams.items()}
+    hparams = {name: value for owner_hparams in hparams_of for name, value in owner_hparams.items()}
     for logger in trainer.loggers:
         if hparams:
             logger.log_hyperparams(hparams)

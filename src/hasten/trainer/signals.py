@@ -43,20 +43,20 @@ def watched(trainer: Trainer) -> Iterator[None]:
     agreement = stopping.agreement = Agreement(trainer) if trainer.world.size > 1 else None
     watchdog = Watchdog(trainer)
     process = os.getpid()
-    heard = 0  # this process's own signal. `stopping.signal` may be set first by another rank's, through the store
+    received = 0  # this process's own signal. `stopping.signal` may be set first by another rank's, through the store
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
             _in_a_fork(number)
             return
-        nonlocal heard
+        nonlocal received
         worker_signals.training_stops()
-        if heard and number == signal.SIGINT:
+        if received and number == signal.SIGINT:
             if is_interactive():
                 raise KeyboardInterrupt
             watchdog.end_now(number, "stopped at once, nothing was saved")
         first = not stopping.signal
-        stopping.signal = heard = number
+        stopping.signal = received = number
         if first:
             _announce(trainer, number)
         script_handler = before.get(number)
@@ -131,7 +131,7 @@ class Agreement:
         self._stopping = trainer.engine.stopping
         self._name = f"stop/{Agreement._runs}"
         self._store: Any = trainer.world.store
-        self._left = False
+        self._has_told = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="hasten-stop", daemon=True)
 
@@ -156,8 +156,8 @@ class Agreement:
 
     def tell(self) -> None:
         """Ask the other ranks to stop too."""
-        if not self._left:
-            self._left = True
+        if not self._has_told:
+            self._has_told = True
             world, number = self._trainer.world, self._stopping.signal
             self._store.set(f"{self._name}/{world.rank}", f"{self._trainer.progress.total_batches} {number}")
             self._store.set(self._name, str(number))
@@ -202,18 +202,18 @@ def stop_if_asked(trainer: Trainer, stepped: bool = True, together: bool = False
         together: Whether all ranks are at this point now, so that one reduction can decide.
     """
     stopping, world = trainer.engine.stopping, trainer.world
-    asked = stopping.signal
+    number = stopping.signal
     if world.size > 1 and together:
-        asked = int(world.reduce(torch.tensor(float(asked)), "max"))
-    elif asked and stopping.agreement is not None:
+        number = int(world.reduce(torch.tensor(float(number)), "max"))
+    elif number and stopping.agreement is not None:
         if trainer.stage.fn != "fit":
             stopping.agreement.tell()
         elif trainer.validating:  # ranks do not synchronize in validation batches: stop after it
             return
         else:
-            asked = stopping.agreement.is_now(stepped)
-    if asked:
-        stopping.signal = asked
+            number = stopping.agreement.is_now(stepped)
+    if number:
+        stopping.signal = number
         _stop(trainer)
 
 

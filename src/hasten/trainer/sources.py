@@ -198,12 +198,12 @@ def _refilled(tree: Any, leaves: Iterator[Any]) -> Any:
     return type(tree)(_refilled(part, leaves) for part in tree)
 
 
-def combined(given: Any, mode: str) -> Combined:
+def combined(loaders: Any, mode: str) -> Combined:
     """Return the user's loaders as Combined; a CombinedLoader of another framework keeps its mode."""
-    own_mode = getattr(given, "_mode", None)
-    if own_mode in MODES and hasattr(given, "iterables"):
-        return Combined(given.iterables, own_mode)
-    return Combined(given, mode)
+    own_mode = getattr(loaders, "_mode", None)
+    if own_mode in MODES and hasattr(loaders, "iterables"):
+        return Combined(loaders.iterables, own_mode)
+    return Combined(loaders, mode)
 
 
 def length(loader: Any) -> float:
@@ -246,11 +246,11 @@ class NotALoaderError(HastenError, TypeError):
     """Something that is not a loader was given as one; also a TypeError, as Python raises for a wrong type."""
 
 
-def refuse_batches(tree: Any, what: str) -> None:
+def refuse_batches(tree: Any, name: str) -> None:
     """Raise if a list of batches was given as a loader: its tensors would be taken for loaders."""
     if any(isinstance(leaf, torch.Tensor) for leaf in _leaves(tree)) and _is_collection(tree):
         raise TypeError(
-            f"{what} is a {type(tree).__name__} of tensors: lists and dicts are taken for several loaders; for ready"
+            f"{name} is a {type(tree).__name__} of tensors: lists and dicts are taken for several loaders; for ready"
             " batches give an object that is iterated over, such as DataLoader(batches, batch_size=None)"
         )
 

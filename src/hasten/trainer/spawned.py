@@ -43,8 +43,8 @@ def run(stage: Callable[..., Any], trainer: Trainer, fn: str, path: str | None, 
     trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.bar = results["metrics"]
     trainer.progress.take(results["progress"])
     trainer.stage.fn, trainer.stage.stage, trainer.stage.status = fn, None, "finished"
-    for callback, kept in zip(trainer.callbacks, results["callbacks"], strict=True):
-        state, folder = kept
+    for callback, returned in zip(trainer.callbacks, results["callbacks"], strict=True):
+        state, folder = returned
         if folder and getattr(callback, "dirpath", None) is None:
             callback.dirpath = folder  # chosen by the ranks
         if state:

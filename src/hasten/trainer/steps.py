@@ -62,7 +62,7 @@ def wrap_step_method(trainer: Trainer, name: str, method: Callable[..., Any]) ->
 
 def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int], None]:
     """Return a function that clears gradients at the start of an accumulation window, as cheaply as possible."""
-    before, own = hooks.of("on_before_zero_grad"), hooks.of_module("optimizer_zero_grad")
+    before, override = hooks.of("on_before_zero_grad"), hooks.of_module("optimizer_zero_grad")
     # torch's own `zero_grad` wraps its loop in a profiler range each time, so `clear` inlines the loop. An override, in
     # a subclass or set on the object, is called.
     inherited = getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad
@@ -71,8 +71,8 @@ def _clearing(trainer: Trainer, hooks: Hooks, optimizer: Any) -> Callable[[int],
     def clear(batch_idx: int) -> None:
         for hook in before:
             hook(optimizer)
-        if own is not None:
-            own(trainer.progress.current_epoch, batch_idx, optimizer)
+        if override is not None:
+            override(trainer.progress.current_epoch, batch_idx, optimizer)
         elif plain:
             for group in optimizer.param_groups:  # read each time: a callback may have changed them
                 for parameter in group["params"]:
@@ -270,14 +270,14 @@ def needs_closure(optimizer: Any) -> bool:
 def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     """Return `backward(loss)` with hooks, the module's own `backward` if it defines one, and techniques."""
     before, after = hooks.of("on_before_backward"), hooks.of("on_after_backward")
-    own = hooks.of_module("backward")
+    override = hooks.of_module("backward")
     run = trainer.engine.run
     plain: Callable[..., Any]
-    if own is not None:
+    if override is not None:
         plain = (
-            through_techniques(run.wrap("backward", torch.autograd.backward), own)
+            through_techniques(run.wrap("backward", torch.autograd.backward), override)
             if run.techniques_at("backward")
-            else own
+            else override
         )
     elif run.techniques_at("backward"):
         plain = run.wrap("backward", torch.autograd.backward)
@@ -296,7 +296,7 @@ def backward_of(trainer: Trainer, hooks: Hooks) -> Callable[..., None]:
     return backward
 
 
-def through_techniques(wrapped: Callable[..., None], own: Callable[..., None]) -> Callable[..., None]:
+def through_techniques(wrapped: Callable[..., None], override: Callable[..., None]) -> Callable[..., None]:
     """Wrap a module's own `backward` so that the `loss.backward()` in it passes through the techniques.
 
     `Tensor.backward` looks `torch.autograd.backward` up at each call, so that name is replaced for the call.
@@ -306,7 +306,7 @@ def through_techniques(wrapped: Callable[..., None], own: Callable[..., None]) -
         plain = torch.autograd.backward
         torch.autograd.backward = wrapped
         try:
-            own(*args, **kwargs)
+            override(*args, **kwargs)
         finally:
             torch.autograd.backward = plain
 

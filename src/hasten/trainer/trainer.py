@@ -69,19 +69,19 @@ class Trainer(TrainerProperties):
 
     def _set_up(self, flags: dict[str, Any]) -> None:
         refuse_unknown(flags, [flag.name for flag in fields(Config)])
-        self.given = Config(**flags)
-        self.config = self.given.settled()
+        self.user_config = Config(**flags)
+        self.config = self.user_config.settled()
         if self.config.seed is not None:
             seed_everything(self.config.seed)  # before anything below draws random numbers
         self.progress, self.stage, self.metrics = Progress(), Stage(), Metrics()
-        self._said: set[str] = set()
+        self._said_once: set[str] = set()
         techniques = installing.installed(self.config)
         self.installed, self._remarks = techniques.settings, techniques.remarks
         if "precision" in self.installed:
             self.config = replace(self.config, precision=self.installed["precision"])  # it may come from the plan
         self.engine = Engine(self, self.config, techniques.run)
         self.engine.strategy.check(self.installed, self.config.plan)
-        attachments = Attachments(self.given, self.config)
+        attachments = Attachments(self.user_config, self.config)
         self._loggers: list[Any] = attachments.loggers()
         self.profiler = attachments.profiler()
         self.callbacks: list[Any] = attachments.callbacks() + techniques.callbacks

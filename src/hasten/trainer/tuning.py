@@ -88,8 +88,8 @@ class Tuning(StepClock):
         settled = {name for name, setting in flags.items() if setting is not None}
         if self._schedule is not None:
             switched = replayed(self._schedule)
-            if both := sorted(settled & {technique.name for technique in switched}):
-                raise HastenError(f"the schedule switches {both[0]}, and a flag sets it", "leave one of them out")
+            if duplicates := sorted(settled & {technique.name for technique in switched}):
+                raise HastenError(f"the schedule switches {duplicates[0]}, and a flag sets it", "leave one of them out")
         else:
             # The Trainer drops gradients anyway.
             excluded = settled | {"set_to_none"} | (set(_COMPILED) if installed.get("compile") else set())
@@ -155,9 +155,9 @@ class Tuning(StepClock):
             next_call = self._controller.on_step(steps)
             self._next_call = steps + 1 if next_call is None else next_call
 
-    def _on_pass(self, opened: Any, began: bool) -> None:
+    def _on_pass(self, opened: Any, begins: bool) -> None:
         if self._controller is not None:
-            self._controller.on_pass(opened, began)
+            self._controller.on_pass(opened, begins)
 
     # -- what the search needs ---------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Watchdog:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._batches = trainer.progress.total_batches
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -96,23 +96,25 @@ class Watchdog:
 
     def _watch(self) -> None:
         """Read signals from the pipe; once asked to stop, end the process if it makes no progress."""
-        asked, moved, since = 0, None, 0.0
+        stopped_by, moved, since = 0, None, 0.0
         while True:
-            ready, _, _ = select.select([self._reader], [], [], _POLL if asked else None)
+            ready, _, _ = select.select([self._reader], [], [], _POLL if stopped_by else None)
             for number in os.read(self._reader, 256) if ready else b"":
                 if number == _OVER:
                     return
                 self._pass_on(number)
-                if asked and number == signal.SIGINT and not is_interactive():
+                if stopped_by and number == signal.SIGINT and not is_interactive():
                     self.end_now(number, "stopped at once, nothing was saved")
-                if not asked and number in self._stop_signals:
-                    asked, since = number, time.monotonic()
-            if not asked:
+                if not stopped_by and number in self._stop_signals:
+                    stopped_by, since = number, time.monotonic()
+            if not stopped_by:
                 continue
             if (now := self._progress()) != moved:
                 moved, since = now, time.monotonic()
             elif time.monotonic() - since > (limit := self._limit()):
-                self.end_now(asked, f"nothing has moved for {limit:.0f} s, so the training was ended, and not saved")
+                self.end_now(
+                    stopped_by, f"nothing has moved for {limit:.0f} s, so the training was ended, and not saved"
+                )
 
     def _pass_on(self, number: int) -> None:
         """Forward a signal to the previous wakeup descriptor: an event loop (asyncio) may wait for signals there."""
@@ -142,7 +144,7 @@ class Watchdog:
         done = self._trainer.progress.total_batches - self._batches
         if not done:
             return _UNKNOWN
-        return min(max(_LEAST, 10 * (time.monotonic() - self._began) / done), _MOST)
+        return min(max(_LEAST, 10 * (time.monotonic() - self._started) / done), _MOST)
 
 
 def is_interactive() -> bool:

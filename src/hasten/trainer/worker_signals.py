@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.utils.data._utils.signal_handling as _signal_handling
 
-_RUNS, _ASKED, _OVER = 0, 1, 2  # state of the training: running; asked to stop; loop left
+_RUNS, _STOPPING, _OVER = 0, 1, 2  # state of the training: running; asked to stop; loop left
 _SECONDS = 1.0  # how long a worker waits to see whether the training was asked to stop too
 _ENDING_SECONDS = 2.0
 
@@ -31,7 +31,7 @@ _owner = 0  # the process that made `_state`: a forked rank makes another
 def training_stops() -> None:
     """Note that the training was asked to stop; called in its signal handler."""
     if _state is not None:
-        _state[0] = _ASKED
+        _state[0] = _STOPPING
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def ignoring_sigterm() -> Iterator[None]:
 def _terminated(state: mmap.mmap, number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM in a worker: exit, unless the training was asked to stop too and will end the worker."""
     end = time.monotonic() + _SECONDS
-    while state[0] != _ASKED:
+    while state[0] != _STOPPING:
         if state[0] == _OVER or time.monotonic() > end:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -175,7 +175,7 @@ def _sent():
     class Counting(Tokens):
         def on_after_backward(self):
             power = self.trainer.engine.strategy._power
-            sent.append((power.sent, power.whole))
+            sent.append((power.sent, power.unreduced))
 
     trainer.fit(Counting(), loader(4))
     return sent

@@ -46,7 +46,7 @@ def _awkward(devices):
     trainer = quiet(max_epochs=1, devices=devices, strategy=strategy)
     module = Awkward()
     trainer.fit(module, loader(8))
-    weights = trainer.engine.strategy.whole(module.state_dict(), True)
+    weights = trainer.engine.strategy.full_state(module.state_dict(), True)
     narrow = Narrow()
     strategy = PipelineStrategy(**NAMES, split_points=[4]) if devices > 1 else "auto"
     quiet(max_epochs=1, devices=devices, strategy=strategy, precision="bf16-mixed").fit(narrow, loader(8))
@@ -81,7 +81,7 @@ def _widened(devices):
     trainer = quiet(max_epochs=2, devices=devices, strategy=strategy, callbacks=[Widening()])
     module = Logging("sgd")
     trainer.fit(module, loader(8), loader(8))
-    weights = trainer.engine.strategy.whole(module.state_dict(), True)
+    weights = trainer.engine.strategy.full_state(module.state_dict(), True)
     return weights, float(trainer.callback_metrics["val_loss"])
 
 

@@ -65,7 +65,7 @@ REFUSED = [
 def _fit(net, optimizer=None, **options):
     trainer = quiet(devices=2, max_epochs=1, strategy=TensorParallelStrategy(PLAN, **options))
     trainer.fit(net, _data(), loss=F.cross_entropy, optimizer=optimizer)
-    state = trainer.engine.strategy.whole(net.state_dict(), True)
+    state = trainer.engine.strategy.full_state(net.state_dict(), True)
     return {name: value.clone() for name, value in state.items()}
 
 

@@ -87,10 +87,10 @@ class RowSource(Source):
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[RowRange]:
         """Yield the records after the first `start`, in pieces."""
         schema = self.schema()
-        kept: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         places: list[int] = []
         bad: list[BadRecord] = []
-        taken, records = 0, start
+        size_so_far, records = 0, start
         for row in self._rows(start):
             records += 1
             if isinstance(row, BadRecord):
@@ -98,14 +98,14 @@ class RowSource(Source):
                     raise refuse(row)
                 bad.append(row)
             else:
-                kept.append(row)
+                rows.append(row)
                 places.append(records)
-                taken += sum(map(_bytes_of, row.values()))
-            if taken >= size or len(kept) + len(bad) >= 65_536:
-                yield RowRange(_table(kept, places, schema), records, tuple(bad))
-                kept, places, bad, taken = [], [], [], 0
-        if kept or bad:
-            yield RowRange(_table(kept, places, schema), records, tuple(bad))
+                size_so_far += sum(map(_bytes_of, row.values()))
+            if size_so_far >= size or len(rows) + len(bad) >= 65_536:
+                yield RowRange(_table(rows, places, schema), records, tuple(bad))
+                rows, places, bad, size_so_far = [], [], [], 0
+        if rows or bad:
+            yield RowRange(_table(rows, places, schema), records, tuple(bad))
 
 
 def _table(rows: list[dict[str, Any]], places: list[int], schema: Any) -> Any:

@@ -85,11 +85,11 @@ class WebDataset(RowSource):
                             continue
                         folder, _, name = member.name.rpartition("/")
                         stem, _, ending = name.partition(".")
-                        own = f"{folder}/{stem}".lstrip("/") if folder else stem
-                        if own != key and parts:
+                        sample_key = f"{folder}/{stem}".lstrip("/") if folder else stem
+                        if sample_key != key and parts:
                             yield file, key, parts
                             parts = {}
-                        key = own
+                        key = sample_key
                         opened = tar.extractfile(member)
                         parts[ending.lower()] = b"" if opened is None else opened.read()
             except (tarfile.TarError, EOFError, OSError) as error:

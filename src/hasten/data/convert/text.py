@@ -50,15 +50,16 @@ class Csv:
         self._bad.clear()
         for batch in self._blocks(None):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
-                kinds = possible.setdefault(name, [pa.int64(), pa.float64(), pa.bool_()])
-                kinds[:] = [kind for kind in kinds if _all_are(column, kind)]
+                fitting = possible.setdefault(name, [pa.int64(), pa.float64(), pa.bool_()])
+                fitting[:] = [kind for kind in fitting if _all_are(column, kind)]
         if not possible:
             raise HastenError(f"{self._file} has no rows", "is it another file?")
         if missing := [name for name in self._text if name not in possible]:
             columns = ", ".join(map(repr, possible))
             raise HastenError(f"{self._file} has no column {missing[0]!r} for --text", f"it has {columns}")
-        allowed = {name: [] if name in self._text else kinds for name, kinds in possible.items()}
-        self._schema = pa.schema([(name, kinds[0] if kinds else pa.string()) for name, kinds in allowed.items()])
+        allowed = {name: [] if name in self._text else fitting for name, fitting in possible.items()}
+        types = {name: fitting[0] if fitting else pa.string() for name, fitting in allowed.items()}
+        self._schema = pa.schema(list(types.items()))
         return self._schema
 
     def pieces(self, start: int, size: int, skip_bad: bool) -> Iterator[RowRange]:

@@ -121,8 +121,8 @@ class Conversion:
                 if not rows and not self._state["files"]:
                     raise HastenError(f"no record of {self._source.what} is good: {_line(bad[0])}", "mend the source")
         except OSError as error:
-            done = f"{self.resumed} files are finished; the same command resumes after them"
-            raise HastenError(f"cannot write {path}: {error.strerror or error}", done) from None
+            hint = f"{self.resumed} files are finished; the same command resumes after them"
+            raise HastenError(f"cannot write {path}: {error.strerror or error}", hint) from None
         self._state["files"].append({"name": path.name, "rows": rows, "records": records})
         self._state["bad"] += len(bad)
         self._state["some_bad"] = [*self._state["some_bad"], *map(_line, bad)][:_SHOWN]
@@ -139,11 +139,11 @@ class Conversion:
             HastenError: The folder holds other files, or another conversion.
         """
         path = self._out / STATE
-        others = [entry.name for entry in self._out.iterdir() if not files.TEMPORARY.fullmatch(entry.name)]
+        foreign = [entry.name for entry in self._out.iterdir() if not files.TEMPORARY.fullmatch(entry.name)]
         if not path.is_file():
-            if others:
+            if foreign:
                 raise HastenError(
-                    f"{self._out} holds other files ({min(others)}): left as it is", "name a folder that is empty"
+                    f"{self._out} holds other files ({min(foreign)}): left as it is", "name a folder that is empty"
                 )
         else:
             self._state = self._read(path)

@@ -51,7 +51,7 @@ class RangeCache:
         self.folder = folder
         self.limit = limit
         self._private = private
-        self._again = 0.0  # when to try to write again
+        self._retry_at = 0.0  # when to try to write again
         self._has_warned = False
 
     def get(self, key: str) -> memoryview | None:
@@ -66,18 +66,18 @@ class RangeCache:
         except OSError:  # missing, or a failing disk: the caller fetches them
             return None
         body = memoryview(content)[_HEAD.size :]
-        whole = len(content) >= _HEAD.size and _HEAD.unpack_from(content) == (_MARK, len(body), zlib.crc32(body))
+        is_intact = len(content) >= _HEAD.size and _HEAD.unpack_from(content) == (_MARK, len(body), zlib.crc32(body))
         with contextlib.suppress(OSError):
-            if whole:
+            if is_intact:
                 os.utime(path)  # mark it as used, for eviction
             else:
                 path.unlink()
-        return body if whole else None
+        return body if is_intact else None
 
     def put(self, key: str, data: bytes) -> bool:
         """Store bytes under a name; return False if there is no room, or the disk fails."""
         size = _HEAD.size + len(data)
-        if size > self.limit or time.monotonic() < self._again:
+        if size > self.limit or time.monotonic() < self._retry_at:
             return False
         temporary = ""
         try:
@@ -101,7 +101,7 @@ class RangeCache:
             if temporary:
                 with contextlib.suppress(OSError):
                     Path(temporary).unlink()
-            self._rest(error)
+            self._stop_writing(error)
             return False
         return True
 
@@ -165,8 +165,8 @@ class RangeCache:
     def _evict(self, most: int) -> int:
         """Remove the least recently used entries, to 10 % below `most`; return the exact bytes of the rest."""
         entries, total = [], 0
-        with os.scandir(self.folder) as found:
-            for entry in found:
+        with os.scandir(self.folder) as scanned:
+            for entry in scanned:
                 with contextlib.suppress(FileNotFoundError):
                     entry_of_ours, temporary = _ENTRIES.fullmatch(entry.name), TEMPORARY.fullmatch(entry.name)
                     if temporary and remove_left_behind(entry.path):
@@ -185,9 +185,9 @@ class RangeCache:
             total -= size
         return total
 
-    def _rest(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         """Stop writing to the disk for a while, and warn once."""
-        self._again = time.monotonic() + _PAUSE
+        self._retry_at = time.monotonic() + _PAUSE
         if not self._has_warned:
             self._has_warned = True
             warn(

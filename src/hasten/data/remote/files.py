@@ -154,7 +154,7 @@ class RowGroupPrefetch:
             is_open: Returns whether a row group is open already.
         """
         with self._lock:
-            taken = self._coming.pop(number, None) or self._begin(number)
+            pending = self._coming.pop(number, None) or self._begin(number)
             size = sum(coming.size for coming in self._coming.values())
             while self._next and size < self._budget:
                 later = self._next.popleft()
@@ -164,7 +164,7 @@ class RowGroupPrefetch:
                 if coming is not None:
                     self._coming[later] = coming
                     size += coming.size
-        return taken
+        return pending
 
 
 class RemoteFile:

@@ -20,14 +20,14 @@ def spans_of(metadata: Any, group: int, columns: Iterable[str]) -> list[Span]:
         group: Number of the row group.
         columns: Names as `read_row_group` takes them: of a column, or the first part of a nested column's path.
     """
-    wanted = tuple(columns)
-    prefixes = tuple(f"{name}." for name in wanted)
+    names = tuple(columns)
+    prefixes = tuple(f"{name}." for name in names)
     row_group = metadata.row_group(group)
     spans = []
     for number in range(row_group.num_columns):
         column = row_group.column(number)
         path = column.path_in_schema
-        if path in wanted or path.startswith(prefixes):
+        if path in names or path.startswith(prefixes):
             start = column.data_page_offset
             if (
                 column.has_dictionary_page and column.dictionary_page_offset
@@ -46,13 +46,13 @@ def merged(spans: Sequence[Span], waste: float = WASTE) -> list[Span]:
     """
     if not spans:
         return []
-    left = waste * sum(end - start for start, end in spans)
+    waste_left = waste * sum(end - start for start, end in spans)
     between = enumerate(itertools.pairwise(spans))
     gaps = sorted((after[0] - before[1], number) for number, (before, after) in between)
     closed = set()
     for gap, number in gaps:
-        left -= max(0, gap)
-        if left < 0:
+        waste_left -= max(0, gap)
+        if waste_left < 0:
             break
         closed.add(number)
     joined = [spans[0]]

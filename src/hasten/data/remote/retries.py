@@ -13,11 +13,11 @@ from hasten.messages import warn
 T = TypeVar("T")
 
 _FIRST, _LONGEST = 0.25, 8.0  # seconds between attempts
-_ASKED = 30.0  # longest wait, in seconds, that a server's Retry-After may ask for
+_LONGEST_WAIT = 30.0  # longest wait, in seconds, that a server's Retry-After may ask for
 _QUIET = 60.0  # seconds between warnings
 _STRANGERS = 3  # attempts at a host that never answered, whose name may be wrong
 _draw = random.Random()  # a separate generator, so that retries do not move the training's random numbers
-_told = [-_QUIET]  # time of the last warning
+_warned_at = [-_QUIET]  # time of the last warning
 
 
 class PassingError(Exception):
@@ -57,7 +57,7 @@ class Retries:
         Raises:
             RemoteError: All attempts failed.
         """
-        began, most = time.monotonic(), self._remote.retries + 1
+        started, most = time.monotonic(), self._remote.retries + 1
         for number in range(1, most + 1):
             try:
                 value = attempt()
@@ -72,8 +72,8 @@ class Retries:
                 self._answered = True
                 return value
             pause = min(_FIRST * 2 ** (number - 1), _LONGEST) * _draw.uniform(0.5, 1.0)
-            time.sleep(max(pause, min(wait, _ASKED)))
-        seconds = time.monotonic() - began
+            time.sleep(max(pause, min(wait, _LONGEST_WAIT)))
+        seconds = time.monotonic() - started
         raise RemoteError(
             f"{name} cannot be read: {reason} ({number} attempts in {seconds:.0f} s)",
             "check the URL, the server and the network; ParquetDataset(remote=Remote(retries=, timeout=)) waits longer",
@@ -83,7 +83,7 @@ class Retries:
         """Warn of a server that fails repeatedly, at most once a minute."""
         if number < 2:
             return
-        if time.monotonic() - _told[0] < _QUIET:
+        if time.monotonic() - _warned_at[0] < _QUIET:
             return
-        _told[0] = time.monotonic()
+        _warned_at[0] = time.monotonic()
         warn(f"{name}: {reason}; attempt {number} of {most} failed, trying again", stacklevel=3)

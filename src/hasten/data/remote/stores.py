@@ -52,7 +52,7 @@ def shown(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) + query
 
 
-def gone(url: str) -> RemoteError:
+def missing_file(url: str) -> RemoteError:
     """Return the error for a missing file."""
     return RemoteError(f"{shown(url)} is not there", "check the URL; it may have been removed")
 
@@ -161,7 +161,7 @@ class Store:
         except (PassingError, HastenError):
             raise
         except FileNotFoundError:
-            raise gone(url) from None
+            raise missing_file(url) from None
         except (PermissionError, IsADirectoryError) as error:
             raise refused(url, str(error) or type(error).__name__) from None
         except (ImportError, TypeError, ValueError) as error:
@@ -229,13 +229,13 @@ class Store:
             RemoteError: They cannot be listed.
         """
 
-        def found() -> list[str]:
+        def list_urls() -> list[str]:
             system = self.system()
             pattern = url if any(sign in url for sign in "*[") else url.rstrip("/") + "/*.parquet"
             paths = self.called("glob", pattern, seconds=60)
             return sorted(path if "://" in path else system.unstrip_protocol(path) for path in paths)
 
-        urls: list[str] = self.tried(url, found)
+        urls: list[str] = self.tried(url, list_urls)
         return urls
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hasten.data.remote.options import RemoteError
 from hasten.data.remote.retries import PassingError
-from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, gone, refused, shown
+from hasten.data.remote.stores import SLOWEST, TAIL, Stamp, Store, changed, missing_file, refused, shown
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)\s*")
 _PASSING = (408, 425, 429)  # status codes worth a retry, in addition to those from 500 on
@@ -27,7 +27,7 @@ class WebStore(Store):
     def _reset(self) -> None:
         super()._reset()
         self._took: deque[float] = deque(maxlen=64)  # seconds of the latest responses
-        self._asked = self._twice = 0
+        self._requests = self._twice = 0
 
     def options(self) -> dict[str, Any]:
         """Return the user's options, with proxies and passwords taken from the environment, as curl does."""
@@ -109,7 +109,7 @@ class WebStore(Store):
         except (aiohttp.ClientError, OSError) as error:
             raise PassingError(f"the answer was cut short ({type(error).__name__}: {error})") from error
         if status in (404, 410):
-            raise gone(url)
+            raise missing_file(url)
         if status in (401, 403, 407):
             raise refused(url, f"the server answered {status} {reason}")
         if status in _PASSING or (status >= 500 and status != 501):
@@ -124,11 +124,11 @@ class WebStore(Store):
         Without that, one silent connection would stall the pass until its timeout (hedged requests: Dean and Barroso,
         "The Tail at Scale").
         """
-        self._asked += 1
+        self._requests += 1
         tasks = [asyncio.ensure_future(self._once(system, url, span, most))]
         try:
             done, _ = await asyncio.wait(tasks, timeout=self._patience())
-            if not done and self._twice < _TWICE * self._asked:
+            if not done and self._twice < _TWICE * self._requests:
                 self._twice += 1
                 tasks.append(asyncio.ensure_future(self._once(system, url, span, most)))
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ class WebStore(Store):
     async def _once(self, system: Any, url: str, span: str, most: int) -> tuple[int, Any, bytes, str]:
         import aiohttp
 
-        limit, began = self.remote.timeout, time.monotonic()
+        limit, started = self.remote.timeout, time.monotonic()
         session = await system.set_session()
         options = dict(system.kwargs)
         # No compression: ranges of a compressed response are not ranges of the file.
@@ -158,7 +158,7 @@ class WebStore(Store):
         async with session.get(system.encode_url(url), headers=headers, **options) as answer:
             if answer.status == 206:
                 body = await answer.read()
-                self._took.append(time.monotonic() - began)
+                self._took.append(time.monotonic() - started)
             else:  # don't read it: an error page, or the whole file of perhaps many gigabytes
                 body = b""
                 answer.close()

@@ -129,7 +129,7 @@ def nonfinite_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = f
         module: The module whose buffers are checked.
         spoilt_before: Names of the buffers that held NaN when the training began.
     """
-    statistics, others = {}, {}
+    statistics, plain_buffers = {}, {}
     for prefix, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta or name in owner._non_persistent_buffers_set:
@@ -138,12 +138,12 @@ def nonfinite_buffers(module: torch.nn.Module, spoilt_before: frozenset[str] = f
             if isinstance(owner, torch.nn.modules.batchnorm._NormBase):
                 statistics[name] = buffer
             elif name not in spoilt_before:
-                others[name] = buffer
+                plain_buffers[name] = buffer
     bad = []
     if not all(finite(group) for group in alike(statistics.values())):
         bad += [name for name, buffer in statistics.items() if not torch.isfinite(buffer).all()]
-    if not all(_without_nan(group) for group in alike(others.values())):
-        bad += [name for name, buffer in others.items() if torch.isnan(buffer).any()]
+    if not all(_without_nan(group) for group in alike(plain_buffers.values())):
+        bad += [name for name, buffer in plain_buffers.items() if torch.isnan(buffer).any()]
     return bad
 
 

@@ -108,14 +108,14 @@ def _named(trainer: Any) -> Iterator[tuple[Any, list[str], str]]:
 
     Optimizers with a scheduler come first, then those without, whose interval is "any".
     """
-    seen: list[Any] = []
+    yielded: list[Any] = []
     types: Counter[type] = Counter()
-    wanted = [(config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs]
-    wanted += [(optimizer, None, "any") for optimizer in trainer.optimizers]
-    for optimizer, name, interval in wanted:
-        if interval == "any" and any(optimizer is other for other in seen):
+    entries = [(config.scheduler.optimizer, config.name, config.interval) for config in trainer.lr_scheduler_configs]
+    entries += [(optimizer, None, "any") for optimizer in trainer.optimizers]
+    for optimizer, name, interval in entries:
+        if interval == "any" and any(optimizer is other for other in yielded):
             continue
-        seen.append(optimizer)
+        yielded.append(optimizer)
         if name is None:
             kind = type(optimizer)
             name = f"lr-{kind.__name__}" + (f"-{types[kind]}" if types[kind] else "")

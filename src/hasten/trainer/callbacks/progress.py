@@ -39,7 +39,7 @@ class Progress(Callback):
         self._on_terminal = False
         self._next_look = 0  # the next batch at which to look at the clock
         self._drawn_at = 0.0
-        self._began = 0.0
+        self._epoch_started = 0.0
         self._first_batch = 0  # first batch of this epoch in this run; not 0 if a resumed run began in the middle
         self._evaluation_seconds = 0.0  # seconds of validation within the epoch
         self._evaluation_began = 0.0
@@ -107,7 +107,7 @@ class Progress(Callback):
         self.on_train_epoch_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self._began = self._drawn_at = perf_counter()
+        self._epoch_started = self._drawn_at = perf_counter()
         self._next_look, self._first_batch, self._evaluation_seconds = 0, -1, 0.0
         self._outputs, self._batches_per_second, self.skip_batches = None, 0.0, 0
 
@@ -123,7 +123,7 @@ class Progress(Callback):
         if self._first_batch < 0:
             self._first_batch = batch_idx
         interval = 1 / self.refresh_rate if self.refresh_rate > 0 else math.inf
-        seconds = now - self._began - self._evaluation_seconds
+        seconds = now - self._epoch_started - self._evaluation_seconds
         self._batches_per_second = (batch_idx + 1 - self._first_batch) / seconds if seconds > 0 else 0.0
         if self._on_terminal and self._enabled and now - self._drawn_at >= interval:
             self._draw_training(trainer, module, batch_idx + 1)
@@ -134,9 +134,9 @@ class Progress(Callback):
         self._next_look = batch_idx + 1 + int(skipped)
         self.skip_batches = int(skipped)
 
-    def _draw_training(self, trainer: Any, module: Any, done: int) -> None:
+    def _draw_training(self, trainer: Any, module: Any, batches: int) -> None:
         """Redraw the training line."""
-        self._train_line = self._line(_epoch(trainer), done, trainer.num_training_batches, self._batches_per_second)
+        self._train_line = self._line(_epoch(trainer), batches, trainer.num_training_batches, self._batches_per_second)
         self._train_line += self._values(trainer, module)
         self._draw(self._train_line)
 
@@ -144,19 +144,19 @@ class Progress(Callback):
         """Show the epoch's final line: on a terminal the finished bar, elsewhere the epoch's only line."""
         if not self._enabled:
             return
-        seconds = perf_counter() - self._began
+        seconds = perf_counter() - self._epoch_started
         total = trainer.num_training_batches
-        done = trainer.progress.batch_idx
+        batches = trainer.progress.batch_idx
         trained = seconds - self._evaluation_seconds
-        rate = (done - max(self._first_batch, 0)) / trained if trained > 0 else 0.0
+        rate = (batches - max(self._first_batch, 0)) / trained if trained > 0 else 0.0
         values = self._values(trainer, module)
         if self._on_terminal:
-            line = self._line(_epoch(trainer), done, total, rate) + values
+            line = self._line(_epoch(trainer), batches, total, rate) + values
             self._draw(line)
             if self.leave:
                 self.print(line)
         else:
-            self.print(f"{_epoch(trainer)}  {_of(done, total)} batches  {rate:.1f} it/s  {_time(seconds)}{values}")
+            self.print(f"{_epoch(trainer)}  {_of(batches, total)} batches  {rate:.1f} it/s  {_time(seconds)}{values}")
 
     def _values(self, trainer: Any, module: Any) -> str:
         """Return the loss and logged values as text; reads them from the device."""
@@ -171,7 +171,7 @@ class Progress(Callback):
 
     # -- evaluation ------------------------------------------------------------------------------------
 
-    def _evaluation_batch(self, trainer: Any, what: str, batches: Any, batch_idx: int, loader: int) -> None:
+    def _evaluation_batch(self, trainer: Any, stage: str, batches: Any, batch_idx: int, loader: int) -> None:
         """Redraw the line of an evaluation, if it is time to."""
         if not self._on_terminal or not self._enabled:
             return
@@ -180,9 +180,9 @@ class Progress(Callback):
             return
         self._drawn_at = now
         total = batches[loader] if isinstance(batches, list) and loader < len(batches) else batches
-        name = f"{what} {loader}" if isinstance(batches, list) and len(batches) > 1 else what
+        name = f"{stage} {loader}" if isinstance(batches, list) and len(batches) > 1 else stage
         line = self._line(name, batch_idx + 1, total, 0.0)
-        self._draw(f"{self._train_line}\n{line}" if self._train_line and what == "validation" else line)
+        self._draw(f"{self._train_line}\n{line}" if self._train_line and stage == "validation" else line)
 
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
         """Clear the training line: no epoch has begun."""
@@ -216,17 +216,17 @@ class Progress(Callback):
 
     # -- drawing ---------------------------------------------------------------------------------------
 
-    def _line(self, name: str, done: int, total: float, rate: float) -> str:
+    def _line(self, name: str, count: int, total: float, rate: float) -> str:
         """Return a line with bar, counts, speed and time left."""
         bar = ""
         if math.isfinite(total) and total > 0:
-            full = int(_WIDTH * done / total)
+            full = int(_WIDTH * count / total)
             bar = "█" * full + "░" * (_WIDTH - full) + " "
-        line = f"{name} {bar}{_of(done, total)}"
+        line = f"{name} {bar}{_of(count, total)}"
         if rate > 0:
             line += f"  {rate:.1f} it/s"
-            if math.isfinite(total) and total > done:
-                line += f"  {_time((total - done) / rate)} left"
+            if math.isfinite(total) and total > count:
+                line += f"  {_time((total - count) / rate)} left"
         return line
 
     def _draw(self, lines: str) -> None:
@@ -255,9 +255,9 @@ def _epoch(trainer: Any) -> str:
     return f"epoch {trainer.current_epoch + 1}" + (f"/{last}" if last is not None and last > 0 else "")
 
 
-def _of(done: int, total: float) -> str:
+def _of(count: int, total: float) -> str:
     """Return counts as text, "3/10", or "3" where the total is unknown."""
-    return f"{done}/{int(total)}" if math.isfinite(total) else str(done)
+    return f"{count}/{int(total)}" if math.isfinite(total) else str(count)
 
 
 def _time(seconds: float) -> str:

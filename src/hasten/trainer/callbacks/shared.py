@@ -20,7 +20,7 @@ def say(trainer: Any, message: str) -> None:
         messages.tell(f"hasten: {message}")
 
 
-def check_mode(who: str, mode: str) -> None:
+def check_mode(callback: str, mode: str) -> None:
     """Check that `mode` is "min" or "max".
 
     Raises:
@@ -28,17 +28,17 @@ def check_mode(who: str, mode: str) -> None:
     """
     if mode not in ("min", "max"):
         raise HastenError(
-            f"{who}(mode={mode!r}): there is no such mode", 'use "min" if smaller is better, "max" if larger is'
+            f"{callback}(mode={mode!r}): there is no such mode", 'use "min" if smaller is better, "max" if larger is'
         )
 
 
-def missing_metric(who: str, monitor: str, available: Iterable[str]) -> HastenError:
+def missing_metric(callback: str, monitor: str, available: Iterable[str]) -> HastenError:
     """Return the error for a metric that was not logged; it lists the logged ones and suggests the closest."""
     names = sorted(available)
     close = difflib.get_close_matches(monitor, names, n=1)
     logged = f"logged so far: {', '.join(names)}" if names else "nothing was logged so far"
     fix = f"did you mean {close[0]!r}?" if close else f"log it: self.log({monitor!r}, value)"
-    return HastenError(f"{who}(monitor={monitor!r}): there is no such metric ({logged})", fix)
+    return HastenError(f"{callback}(monitor={monitor!r}): there is no such metric ({logged})", fix)
 
 
 def metric(metrics: Mapping[str, Any], name: str) -> torch.Tensor | None:

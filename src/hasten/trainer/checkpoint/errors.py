@@ -20,9 +20,9 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
         return HastenError.__str__(self)
 
 
-def damaged(path: Path, what: str) -> CheckpointError:
+def damaged(path: Path, reason: str) -> CheckpointError:
     """Return the error for a damaged checkpoint."""
-    return CheckpointError(f"{path} is damaged: {what}.", PREVIOUS)
+    return CheckpointError(f"{path} is damaged: {reason}.", PREVIOUS)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

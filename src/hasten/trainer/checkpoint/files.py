@@ -134,11 +134,11 @@ def verify(path: str | Path) -> None:
         layout = _layout(path, file)
         digest = layout.digest
         buffer = memoryview(bytearray(_CHUNK))
-        left = layout.size
-        while left:
-            count = _read_into(path, file, buffer[: min(left, _CHUNK)])
+        bytes_left = layout.size
+        while bytes_left:
+            count = _read_into(path, file, buffer[: min(bytes_left, _CHUNK)])
             digest.update(buffer[:count])
-            left -= count
+            bytes_left -= count
     _compare(path, layout, digest.hexdigest())
 
 
@@ -261,8 +261,8 @@ def _layout(path: Path, file: BinaryIO) -> _Layout:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"its header was changed ({type(error).__name__}: {error})") from error
     if 8 + length + end != size:
-        what = "truncated" if size < 8 + length + end else "too long"
-        raise damaged(path, f"it is {what}: {8 + length + end:,} bytes expected, it has {size:,}")
+        difference = "truncated" if size < 8 + length + end else "too long"
+        raise damaged(path, f"it is {difference}: {8 + length + end:,} bytes expected, it has {size:,}")
     return _Layout(head[2].decode(), structure, entries, end, hashlib.sha256(raw))
 
 

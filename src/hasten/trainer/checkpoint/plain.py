@@ -109,12 +109,12 @@ class _Packer:
         if isinstance(value, torch.Tensor) and not hashed:
             return self._tensor(value, path)
         if isinstance(value, np.ndarray | np.generic):
-            return self._numpy(value, path) if isinstance(value, np.generic) or not hashed else self._lost(value, path)
+            return self._numpy(value, path) if isinstance(value, np.generic) or not hashed else self._omit(value, path)
         if isinstance(value, bytes | bytearray):
             return self._bytes(value, path)
         if isinstance(value, dict | list | tuple | set | frozenset | deque | argparse.Namespace):
             if id(value) in self._enclosing or len(path) > _DEEPEST:
-                return self._lost(value, path, "refers to itself or is nested too deep, and")
+                return self._omit(value, path, "refers to itself or is nested too deep, and")
             self._enclosing.add(id(value))
             try:
                 return self._container(value, path, hashed)
@@ -124,7 +124,7 @@ class _Packer:
             if isinstance(value, base):  # a StrEnum, an IntEnum, a user's subclass of str
                 self._became(value, path, base.__name__)
                 return scalar(_exact(base, value))[0]
-        return self._lost(value, path)
+        return self._omit(value, path)
 
     def _container(self, value: Any, path: tuple[str, ...], hashed: bool) -> Any:
         """Return the JSON of a dict, list, tuple, set, deque or Namespace."""
@@ -179,7 +179,7 @@ class _Packer:
         """Return the JSON of a tensor, and add the tensor to the entries."""
         plain = as_plain_tensor(value)
         if plain is None:
-            return self._lost(value, path)
+            return self._omit(value, path)
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             self._became(value, path, "Tensor")
         node = self.entries.add(plain, path)
@@ -190,11 +190,11 @@ class _Packer:
     def _numpy(self, value: Any, path: tuple[str, ...]) -> Any:
         """Return the JSON of a numpy scalar or array; an array becomes an entry where torch has its dtype."""
         if value.dtype.hasobject or (isinstance(value, np.generic) and value.dtype.kind == "V"):
-            return self._lost(value, path)
+            return self._omit(value, path)
         if isinstance(value, np.generic):
             return {"scalar": [value.dtype.str, value.tobytes().hex()]}
         if type(value) not in (np.ndarray, np.memmap):
-            return self._lost(value, path)
+            return self._omit(value, path)
         array: Any = value if value.flags.writeable and min(value.strides, default=0) >= 0 else value.copy()
         try:
             tensor = torch.from_numpy(array)
@@ -213,11 +213,11 @@ class _Packer:
             return {tag: base64.b64encode(value).decode()}
         return {tag: self.entries.add(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)}
 
-    def _became(self, value: object, path: tuple[str, ...], what: str) -> None:
+    def _became(self, value: object, path: tuple[str, ...], stored_type: str) -> None:
         """Note that a value was stored as another type."""
-        self.notes.append(f"{_where(path)}: a {type_name(value)} was stored as a {what}")
+        self.notes.append(f"{_where(path)}: a {type_name(value)} was stored as a {stored_type}")
 
-    def _lost(self, value: object, path: tuple[str, ...], why: str = "") -> Any:
+    def _omit(self, value: object, path: tuple[str, ...], why: str = "") -> Any:
         """Note that a value cannot be stored, and return the JSON of a `NotSaved`."""
         name = type_name(value)
         self.notes.append(f"{_where(path)}: a {name} {why + ' ' if why else ''}cannot be stored safely")

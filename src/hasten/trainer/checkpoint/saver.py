@@ -23,7 +23,7 @@ from hasten.trainer.checkpoint.files import write
 from hasten.trainer.checkpoint.plain import Packed, pack, type_name
 from hasten.trainer.checkpoint.tensors import contiguous_strides, is_dense
 
-Done = Callable[[Path, list[str]], object]
+OnWritten = Callable[[Path, list[str]], object]
 
 
 class Saver:
@@ -50,26 +50,26 @@ class Saver:
         self._last_failed = False
         self._remove_later: list[Path] = []  # to be removed once a later write succeeds
 
-    def save(self, path: str | Path, state: dict[Any, Any], done: Done | None = None) -> None:
+    def save(self, path: str | Path, state: dict[Any, Any], on_written: OnWritten | None = None) -> None:
         """Save the current state; the caller may change it as soon as this returns.
 
         Args:
             path: The file, replaced once the new one is complete.
             state: See `write`. Tensors on any device.
-            done: Called with the path and the result of `write` once the file is written; in the thread.
+            on_written: Called with the path and the result of `write` once the file is written; in the thread.
 
         Raises:
             HastenError: In the foreground, the write failed. In the background, `check` and `wait` raise that error.
         """
         path = Path(path)
         if not self._background:
-            self._write(path, pack(state), done)
+            self._write(path, pack(state), on_written)
             return
         with self._changed:
             self._changed.wait_for(lambda: not any(writes for _, writes in self._tasks))
         with torch.inference_mode(False), torch.no_grad():  # whatever mode the training is in
             packed = self._copied(pack(state))
-        self._add(lambda: self._write(path, packed, done), writes=True)
+        self._add(lambda: self._write(path, packed, on_written), writes=True)
 
     def remove(self, path: str | Path) -> None:
         """Remove a checkpoint, after all earlier calls are done. A missing file is no failure.
@@ -205,7 +205,7 @@ class Saver:
             self._failures.append(error)
         _unreported.add(self)
 
-    def _write(self, path: Path, packed: Packed, done: Done | None) -> None:
+    def _write(self, path: Path, packed: Packed, on_written: OnWritten | None) -> None:
         """Write a checkpoint, then remove those that waited for a successful write."""
         self._last_failed = True
         notes = write(path, packed, self._format)
@@ -216,8 +216,8 @@ class Saver:
                 if old != path:
                     self._remove(old)
         finally:
-            if done is not None:
-                done(path, notes)
+            if on_written is not None:
+                on_written(path, notes)
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint, or put that off if the previous write failed."""

@@ -122,12 +122,12 @@ class Entries:
 
         owners: dict[int, int] = {}
         widest: int | None = None  # of the dense tensors so far, the one that ends last
-        seen: dict[Any, int] = {}
+        first_with: dict[Any, int] = {}
         # Sort so that a tensor comes after every tensor that contains it: by start, the longer one first.
         dense = {i: is_dense(self._added[i][0].shape, self._added[i][0].stride()) for i in group}
         for i in sorted(group, key=lambda i: (byte_range(i)[0], -byte_range(i)[1], not dense[i], i)):
             tensor = self._added[i][0]
-            same = seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), i)
+            same = first_with.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), i)
             if widest is not None and byte_range(widest)[1] >= byte_range(i)[1]:
                 owners[i] = widest
             elif same != i:
@@ -147,7 +147,7 @@ class Restored:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._bases: dict[str, torch.Tensor] = {}
-        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+        self._loaded: dict[tuple[object, ...], torch.Tensor] = {}
 
     def tensor(self, node: dict[str, Any], parameter: bool = False) -> torch.Tensor:
         """Return the tensor of a node.
@@ -157,7 +157,7 @@ class Restored:
         """
         grad = bool(node.get("grad"))
         key = (node["at"], str(node.get("view")), parameter, grad)
-        if key not in self._made:
+        if key not in self._loaded:
             base = self._base(node)
             if "view" in node:
                 offset, shape, strides = node["view"]
@@ -166,8 +166,8 @@ class Restored:
                 base = torch.nn.Parameter(base, requires_grad=grad)
             elif grad:
                 base = base.detach().requires_grad_()
-            self._made[key] = base
-        return self._made[key]
+            self._loaded[key] = base
+        return self._loaded[key]
 
     def _base(self, node: dict[str, Any]) -> torch.Tensor:
         """Return a stored entry with the dtype and strides of its node."""
@@ -194,15 +194,15 @@ class _Names:
     """Hands out unique names."""
 
     def __init__(self) -> None:
-        self._taken = {"__metadata__", STRUCTURE}
+        self._used_names = {"__metadata__", STRUCTURE}
 
-    def unique(self, wanted: str) -> str:
+    def unique(self, base: str) -> str:
         """Return the name, with a number appended if it is taken."""
-        name, count = wanted, 1
-        while name in self._taken:
+        name, count = base, 1
+        while name in self._used_names:
             count += 1
-            name = f"{wanted}#{count}"
-        self._taken.add(name)
+            name = f"{base}#{count}"
+        self._used_names.add(name)
         return name
 
 

@@ -114,24 +114,24 @@ def not_for_children(fd: int) -> Iterator[None]:
 
     A child that inherited it would keep its lock and its disk space.
     """
-    _ours.add(fd)
+    _not_for_children.add(fd)
     pid = os.getpid()
     try:
         yield
     finally:
         if os.getpid() == pid:
-            _ours.discard(fd)
+            _not_for_children.discard(fd)
             os.close(fd)
 
 
-_ours: set[int] = set()
+_not_for_children: set[int] = set()
 
 
 def _close_in_child() -> None:
     """Close the inherited files in a forked child."""
-    for fd in _ours:
+    for fd in _not_for_children:
         os.close(fd)
-    _ours.clear()
+    _not_for_children.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

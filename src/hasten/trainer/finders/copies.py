@@ -47,27 +47,27 @@ Change = Callable[[Any, str], Any]
 """Called with loaders and their kind, "train" or "val"; returns the loaders for a trial."""
 
 
-def refuse_to_try(trainer: Trainer, what: str, instead: str) -> None:
+def refuse_to_try(trainer: Trainer, method: str, instead: str) -> None:
     """Refuse where a trial fit cannot run in this process.
 
     Args:
         trainer: The user's Trainer.
-        what: The method that was called, for the message.
+        method: The method that was called, for the message.
         instead: What to do in one of several processes, for the message.
 
     Raises:
         HastenError: This is one of several processes, or the Trainer is running.
     """
     if (place := find_place()) is not None and place.size > 1:
-        raise HastenError(f"{what} trains in one process, and this is one of several", instead)
+        raise HastenError(f"{method} trains in one process, and this is one of several", instead)
     if trainer.stage.status == "running":
-        raise misconfigured(f"{what}() is called while {trainer.stage.fn}() runs", "call it before")
+        raise misconfigured(f"{method}() is called while {trainer.stage.fn}() runs", "call it before")
 
 
 def trainer_on_trial(trainer: Trainer, flags: dict[str, Any], callback: Callback, folder: str) -> Any:
     """Return a Trainer with the same techniques and precision that writes nothing and has one callback."""
-    given = trainer.given
-    all_flags = {flag.name: getattr(given, flag.name) for flag in fields(given)} | flags
+    user_config = trainer.user_config
+    all_flags = {flag.name: getattr(user_config, flag.name) for flag in fields(user_config)} | flags
     all_flags |= {"callbacks": [callback], "default_root_dir": folder}
     if trainer.device.type == "cuda":
         all_flags["devices"] = [trainer.device.index or 0]  # the Trainer's device, not the machine's first
@@ -124,8 +124,8 @@ def copied_fit(trainer: Trainer, fit: dict[str, Any], loaders: dict[str, Any], c
         if own_loaders is not None:
             fit[f"{kind}_dataloaders"] = change(own_loaders, kind)
             continue
-        for what, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
-            if owner is not None and overridden(owner, hook, *trainer.engine.bases(what)):
+        for owner_name, owner in (("datamodule", fit["datamodule"]), ("module", fit["model"])):
+            if owner is not None and overridden(owner, hook, *trainer.engine.bases(owner_name)):
                 object.__setattr__(owner, hook, functools.partial(_changed, getattr(owner, hook), change, kind))
     return fit
 

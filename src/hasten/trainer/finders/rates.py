@@ -153,7 +153,7 @@ class LRFinder(Callback):
             self._ramps = False
             copier.restore()
             rng.restore(random_state)
-        return self._found()
+        return self._result()
 
     # -- within the trial fit -----------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class LRFinder(Callback):
             smoothed = _smoothed(torch.stack(self._losses).tolist())
             trainer.should_stop = not math.isfinite(smoothed[-1]) or _has_diverged(smoothed)
 
-    def _found(self) -> LearningRates:
+    def _result(self) -> LearningRates:
         """Return the curve and bracket of the finite losses; raises if there are too few."""
         losses = [] if not self._losses else torch.stack(self._losses).tolist()
         self._losses = []
@@ -220,9 +220,9 @@ class _Copying(SavedGenerators):
             raise HastenError(
                 f"the training loader is a {type(loaders).__name__}, which can be read only once", "give a DataLoader"
             )
-        return mapped(loaders, DataLoader, self._one)
+        return mapped(loaders, DataLoader, self._copy)
 
-    def _one(self, loader: Any) -> Any:
+    def _copy(self, loader: Any) -> Any:
         """Return a copy of a loader, after saving its generators' states."""
         self.note(loader)
         return plain(loader) if isinstance(loader, OwnLoader) else changed(loader)

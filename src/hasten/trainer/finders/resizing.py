@@ -37,37 +37,37 @@ class Resizing(SavedGenerators):
     """Gives another batch size to the loaders that have the training loader's.
 
     Attributes:
-        own: The training loader's batch size; 0: not seen yet.
+        batch_size: The training loader's batch size; 0: not seen yet.
         samples: Samples in its dataset; 0 if unknown.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = self.samples = 0
+        self.batch_size = self.samples = 0
 
     def loaders(self, loaders: Any, size: int, kind: str) -> Any:
         """Return copies of loaders, with batch size `size` where they have the training's; longest samples first."""
-        return mapped(loaders, DataLoader, lambda loader: self._one(loader, size, kind))
+        return mapped(loaders, DataLoader, lambda loader: self._resized(loader, size, kind))
 
-    def _one(self, loader: Any, size: int, kind: str) -> Any:
+    def _resized(self, loader: Any, size: int, kind: str) -> Any:
         """Return a copy of one loader with another batch size."""
         self.note(loader)
         if isinstance(loader, OwnLoader):
             loader = plain(loader)
-        own = loader.batch_size
-        if kind == "train" and not self.own:
-            self.own = own or 0
+        batch_size = loader.batch_size
+        if kind == "train" and not self.batch_size:
+            self.batch_size = batch_size or 0
             with contextlib.suppress(TypeError):  # an iterable dataset has no length
                 self.samples = len(loader.dataset)
-        if self.own and own != self.own:
+        if self.batch_size and batch_size != self.batch_size:
             return changed(loader)
-        if not own or type(loader.batch_sampler) is not BatchSampler:
+        if not batch_size or type(loader.batch_sampler) is not BatchSampler:
             raise HastenError(
                 f"the training loader has a batch sampler of its own ({type(loader.batch_sampler).__name__}), or no"
                 " batch size",
                 "use `hasten batch --argument` on the script",
             )
-        size = size or own
+        size = size or batch_size
         batches: Any = BatchSampler(loader.sampler, size, loader.drop_last)
         # The longest samples first: if they fit into memory, every later batch fits.
         if first := longest(loader.dataset, size):

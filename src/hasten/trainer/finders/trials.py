@@ -79,12 +79,12 @@ class _Trials:
 
     def own_size(self, first: Attempt, argument_value: int) -> tuple[int, int]:
         """Return the training loader's batch size, and the samples in its dataset (0: unknown)."""
-        if not self.resizing.own:
+        if not self.resizing.batch_size:
             raise HastenError(
                 "the training loader is no DataLoader, so its batch size cannot be changed",
                 "give a DataLoader; or use `hasten batch --argument` on the script",
             )
-        return self.resizing.own, self.resizing.samples
+        return self.resizing.batch_size, self.resizing.samples
 
     def run(self, size: int = 0, former: int = 0, lean: bool = False) -> Attempt:
         """Fit a copy for a few steps, and validate, for three passes.
@@ -183,9 +183,9 @@ class _Trials:
 
     def _tried(self, clock: Clock, folder: str) -> Any:
         """Return the Trainer of an attempt."""
-        flags = TRIED | {"limit_val_batches": 0 if self._trainer.given.limit_val_batches == 0 else 2}
+        flags = TRIED | {"limit_val_batches": 0 if self._trainer.user_config.limit_val_batches == 0 else 2}
         flags |= {"limit_train_batches": BATCHES, "max_epochs": PASSES}
-        if self._trainer.given.microbatch == "auto":
+        if self._trainer.user_config.microbatch == "auto":
             flags["microbatch"] = None  # "auto" splits batches that do not fit, so every size would fit
         return trainer_on_trial(self._trainer, flags, clock, folder)
 
@@ -224,14 +224,14 @@ class Clock(Callback):
     def __init__(self, timeout: float) -> None:
         self.seconds = 0.0
         self._until = time.monotonic() + timeout
-        self._began = 0.0
+        self._started = 0.0
         self._pass = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Start a pass's clock at its second batch, if it has one: the first waits for workers to start."""
         if batch_idx <= 1:
             _wait_for(trainer)
-            self._began, self._first = time.perf_counter(), batch_idx
+            self._started, self._first = time.perf_counter(), batch_idx
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Stop the pass's clock at its last batch; stop training after the timeout."""
@@ -246,7 +246,7 @@ class Clock(Callback):
         """Note the seconds per batch of this pass, unless it is the first, which was warm-up."""
         self._pass += 1
         if self._pass > 1 and not trainer.should_stop:
-            seconds = (self._ended - self._began) / (self._last - self._first + 1)
+            seconds = (self._ended - self._started) / (self._last - self._first + 1)
             self.seconds = min(self.seconds or seconds, seconds)
 
 

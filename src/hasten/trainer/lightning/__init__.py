@@ -55,15 +55,15 @@ class Lightning(Adapter):
             (sys.modules[module].PossibleUserWarning for module in modules if module in sys.modules), UserWarning
         )
 
-    def bases(self, what: str) -> tuple[type, ...]:
+    def bases(self, kind: str) -> tuple[type, ...]:
         """Return Lightning's base classes of a "module", "callback" or "datamodule", whose methods are defaults."""
         classes: list[type] = []
         for package in names.packages():
             hooks = sys.modules.get(f"{package.__name__}.core.hooks")
             data = [hooks.DataHooks, hooks.CheckpointHooks] if hooks else []
-            if what == "module":
+            if kind == "module":
                 classes += [package.LightningModule, *([hooks.ModelHooks] if hooks else []), *data]
-            elif what == "callback":
+            elif kind == "callback":
                 classes.append(package.Callback)
             else:
                 classes += [package.LightningDataModule, *data]
@@ -78,14 +78,14 @@ class Lightning(Adapter):
         own = [sys.modules[f"{package.__name__}.utilities.exceptions"].SIGTERMException for package in names.packages()]
         return type("Stopped", (kind, *dict.fromkeys(own)), {})
 
-    def environment_flags(self, kind: str, given: Collection[str]) -> dict[str, tuple[str, Any]]:
+    def environment_flags(self, kind: str, given_flags: Collection[str]) -> dict[str, tuple[str, Any]]:
         """Return the flags set by environment variables such as `PL_TRAINER_MAX_EPOCHS=3`.
 
         Numbers, True, None and lists are parsed; other text is returned as it is. As in Lightning, the middle of the
         variable's name is the class of the Trainer, and only flags of Lightning's Trainer are looked up.
         """
         flags = [name for name in inspect.signature(names.packages()[0].Trainer.__init__).parameters if name != "self"]
-        variables = {name: f"PL_{kind.upper()}_{name.upper()}" for name in flags if name not in given}
+        variables = {name: f"PL_{kind.upper()}_{name.upper()}" for name in flags if name not in given_flags}
         return {
             name: (variable, _value(os.environ[variable]))
             for name, variable in variables.items()

@@ -79,6 +79,6 @@ class BarProgress(Progress):
         """Progress of validation."""
         return self._bar(self._trainer.progress.evaluated_batches, self.total_val_batches_current_epoch)
 
-    def _bar(self, done: int, total: float) -> Bar:
+    def _bar(self, count: int, total: float) -> Bar:
         """Return a bar; an infinite total becomes None."""
-        return Bar(done, None if math.isinf(total) else total)
+        return Bar(count, None if math.isinf(total) else total)

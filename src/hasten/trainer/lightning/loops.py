@@ -145,7 +145,7 @@ class DataSource(Part):
         self._kind = kind
 
     def is_module(self) -> bool:
-        return self._trainer.engine.feeds[self._kind].given is None
+        return self._trainer.engine.feeds[self._kind].passed is None
 
     def is_defined(self) -> bool:
         return not self.is_module() or checks.defines(self._trainer.engine, f"{self._kind}_dataloader")

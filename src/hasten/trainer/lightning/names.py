@@ -16,9 +16,9 @@ def packages() -> list[Any]:
     return [sys.modules[name] for name in _NAMES if name in sys.modules]
 
 
-def is_lightning(thing: Any) -> bool:
+def is_lightning(value: Any) -> bool:
     """Return whether an object's class derives from one of Lightning's."""
-    return any(kind.__module__.startswith(_NAMES) for kind in type(thing).__mro__)
+    return any(kind.__module__.startswith(_NAMES) for kind in type(value).__mro__)
 
 
 def _exceptions() -> tuple[type[Exception], ...]:
@@ -29,14 +29,14 @@ def _exceptions() -> tuple[type[Exception], ...]:
 
 def misconfigured(message: str, fix: str = "") -> HastenError:
     """Return a HastenError that is also Lightning's MisconfigurationException."""
-    error: HastenError = _made(_exceptions())(message, fix)
+    error: HastenError = _error_class(_exceptions())(message, fix)
     return error
 
 
 @functools.cache
-def _made(kinds: tuple[type[Exception], ...]) -> Any:
+def _error_class(bases: tuple[type[Exception], ...]) -> Any:
     """Return the class of such errors."""
-    return type("MisconfigurationError", (HastenError, *kinds), {})
+    return type("MisconfigurationError", (HastenError, *bases), {})
 
 
 def uploads(logger: Any) -> bool:

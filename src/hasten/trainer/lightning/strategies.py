@@ -11,18 +11,18 @@ _STARTS = {"popen": "ddp", "spawn": "ddp_spawn", "fork": "ddp_fork", "forkserver
 _DDP = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
 
 
-def strategy(given: Any) -> tuple[str, dict[str, Any]] | None:
+def strategy(instance: Any) -> tuple[str, dict[str, Any]] | None:
     """Return a strategy's kind ("auto", "ddp", "fsdp") and options; None if hasten has no such strategy.
 
     Raises:
         HastenError: An option has no counterpart here, and leaving it out would change the training.
     """
-    kind = type(given).__name__
+    kind = type(instance).__name__
     if kind == "SingleDeviceStrategy":
         return "auto", {}
     if kind == "DDPStrategy":
-        return "ddp", _of_ddp(given)
-    return ("fsdp", _of_fsdp(given)) if kind == "FSDPStrategy" else None
+        return "ddp", _of_ddp(instance)
+    return ("fsdp", _of_fsdp(instance)) if kind == "FSDPStrategy" else None
 
 
 def _of_ddp(lightning_strategy: Any) -> dict[str, Any]:

@@ -176,8 +176,8 @@ def claim_version(root: Path) -> int:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        taken = [int(match[1]) for entry in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", entry.name))]
-        version = max(taken, default=-1) + 1
+        versions = [int(match[1]) for entry in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", entry.name))]
+        version = max(versions, default=-1) + 1
         while True:
             try:
                 (root / f"version_{version}").mkdir()

@@ -37,7 +37,7 @@ class StepSnapshot:
 
     def take(self) -> None:
         """Save the current state. Gradients take memory only within an accumulation."""
-        self._random, self._own = rng.state(), rng.states_of(self._generators)
+        self._random, self._module_rng = rng.state(), rng.states_of(self._generators)
         self._buffers.take()
         self._gradients = [
             (parameter, parameter.grad.clone()) for parameter in self.parameters if parameter.grad is not None
@@ -47,12 +47,12 @@ class StepSnapshot:
 
     def drawn(self) -> bool:
         """Return whether a random number was drawn since `take`, from the process's or the module's generators."""
-        return not _same(rng.state(), self._random) or not _same(rng.states_of(self._generators), self._own)
+        return not _same(rng.state(), self._random) or not _same(rng.states_of(self._generators), self._module_rng)
 
     def draw_again(self) -> None:
         """Restore the random states only."""
         rng.restore(self._random)
-        rng.set_states(self._generators, self._own)
+        rng.set_states(self._generators, self._module_rng)
 
     def put_back(self) -> None:
         """Restore everything."""

@@ -16,7 +16,7 @@ _LOG = inspect.signature(LoggedValues.log)
 
 
 class JoinedLog:
-    """A context that replaces a board's `log` while a batch is computed; `done` logs each value once, for all parts.
+    """A context replacing a board's `log` while a batch is computed; `log_merged` logs each value once, for all parts.
 
     So a value is reduced over ranks once, however many parts each rank has, and an attempt that ran out of memory logs
     nothing.
@@ -56,9 +56,9 @@ class JoinedLog:
         self._calls[key] = bound
         self._sizes.setdefault(key, []).append(arguments["batch_size"])
         weight = float(arguments["batch_size"] or self._terms)
-        self._values.setdefault(key, []).append((_own(arguments["value"], arguments["enable_graph"]), weight))
+        self._values.setdefault(key, []).append((_detached(arguments["value"], arguments["enable_graph"]), weight))
 
-    def done(self) -> None:
+    def log_merged(self) -> None:
         """Log the merged values."""
         for key, parts in self._values.items():
             bound = self._calls[key]
@@ -68,7 +68,7 @@ class JoinedLog:
             self._board.log(*bound.args[1:], **bound.kwargs)
 
 
-def _own(value: Any, enable_graph: bool) -> Any:
+def _detached(value: Any, enable_graph: bool) -> Any:
     """Return a copy of a tensor without its graph, unless a graph is asked for; other values (metrics) as they are.
 
     The tensor may change before the batch is done.

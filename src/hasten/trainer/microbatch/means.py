@@ -124,10 +124,10 @@ def look(
     try:
         with _resting(module), watched:
             parts = _Parts(before, step, scale, watched, module, iterated, gradients)
-            first, *others = [parts.summed(grouping) for grouping in groups]
+            first, *other_groupings = [parts.summed(grouping) for grouping in groups]
             parts.begin()  # restore the state
-        for other in others:
-            result = _compared(trainer, before, first, other, scale, parts.by_chance)
+        for regrouped in other_groupings:
+            result = _compared(trainer, before, first, regrouped, scale, parts.by_chance)
             if result.wrong:
                 break
     except Exception as error:
@@ -140,8 +140,8 @@ def look(
         raise
     if versions(module.parameters()) != parameters:
         return PartsInspection("training_step changes weights itself, which it would do once for each part", False)
-    if by_samples and (seen := watched.wrong()):
-        return PartsInspection(seen[0], result.gradients, seen[1])
+    if by_samples and (problem := watched.wrong()):
+        return PartsInspection(problem[0], result.gradients, problem[1])
     now = {name: buffer for name, buffer in module.named_buffers() if name not in iterated.names}
     changed = [name for name, buffer in now.items() if buffer._version != buffers.get(name)]
     changed += sorted(parts.attributes.changed)

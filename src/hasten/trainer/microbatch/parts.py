@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Called = Callable[..., Any]
 
-_DONE = 1 << 40  # proposal of a rank that is done with its batch: larger than any size, so smaller proposals win
+_FINISHED = 1 << 40  # proposal of a rank that is done with its batch: larger than any size, so smaller proposals win
 
 
 def in_parts(trainer: Trainer, hooks: Hooks, training_step: Called, clear: Called, backward: Called) -> Called:
@@ -112,7 +112,7 @@ class _Parts:
             return self.run(parts, batch_idx)
         with JoinedLog(self.board) as log:
             output = self.run(parts, batch_idx, log)
-        log.done()
+        log.log_merged()
         return output
 
     @property
@@ -228,7 +228,7 @@ class _Parts:
         with (
             without_noise()
         ):  # off during the check: `hasten check` runs a training with added noise to learn its rounding
-            result = self._found(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
+            result = self._inspected(batch, gradients and not self._trainer.engine.optimizing.skips_backward)
         if result.wrong:
             over = "samples" if self._terms is None else "what loss_terms counts"
             raise misconfigured(
@@ -246,7 +246,7 @@ class _Parts:
                 once=True,
             )
 
-    def _found(self, batch: Any, gradients: bool) -> PartsInspection:
+    def _inspected(self, batch: Any, gradients: bool) -> PartsInspection:
         """Return the result of a check, and restore the state from before it."""
         groupings = self._groupings(batch)
         if len(groupings) < 2:
@@ -335,16 +335,16 @@ class _Tried:
         if exchange is not None:
             exchange.begin()
         while True:
-            size = min(progress.microbatch or _DONE, parts.count(batch) or _DONE)
+            size = min(progress.microbatch or _FINISHED, parts.count(batch) or _FINISHED)
             log = JoinedLog(parts.board)
             output, error = self._try(batch, batch_idx, size, log)
             # On failure, propose half the size, rounded up; 0: a single sample does not fit.
-            agreed, have = self._agree(_DONE if error is None else size // 2 + size % 2 if size > 1 else 0)
-            if agreed == _DONE:
+            agreed, have = self._agree(_FINISHED if error is None else size // 2 + size % 2 if size > 1 else 0)
+            if agreed == _FINISHED:
                 if exchange is not None:
                     exchange.end(have)
                 before.drop()
-                log.done()
+                log.log_merged()
                 return output
             if agreed == 0:
                 raise HastenError(
@@ -355,7 +355,7 @@ class _Tried:
             free_memory()
             before.put_back()
             if exchange is not None:
-                exchange.again()
+                exchange.restart()
             self._go_on_with(agreed, batch)
 
     def _try(self, batch: Any, batch_idx: int, size: int, log: JoinedLog) -> tuple[Any, str | None]:
@@ -365,8 +365,8 @@ class _Tried:
         """
         before = versions(tensors(batch))
         try:
-            whole = size >= self._parts.count(batch)
-            parts = [_Part(batch, 1.0, 0)] if whole else self._parts.of(batch, size)
+            is_whole = size >= self._parts.count(batch)
+            parts = [_Part(batch, 1.0, 0)] if is_whole else self._parts.of(batch, size)
             with log:
                 return self._parts.run(parts, batch_idx, log), None
         except HastenError:

@@ -151,16 +151,18 @@ def _lists_of_samples(batch: Any) -> list[list[Any] | tuple[Any, ...]]:
     lists = [column for column in columns if isinstance(column, list | tuple)]
     arrays = [column for column in columns if isinstance(column, torch.Tensor | numpy.ndarray) and column.ndim]
     lengths = {*map(len, lists), *map(len, arrays)}
-    kinds = [{*map(_kind, column)} for column in lists]
-    if len(lists) + len(arrays) < 2 or len(lengths) != 1 or any(len(kind) != 1 for kind in kinds):
+    types_in = [{*map(_kind, column)} for column in lists]
+    if len(lists) + len(arrays) < 2 or len(lengths) != 1 or any(len(kind) != 1 for kind in types_in):
         return []
     rows = [{len(tensor) for tensor in tensors(column) if tensor.dim()} for column in lists]
     for column, own_rows in zip(lists, rows, strict=True):
         # Tensors of different lengths (sentences), or of another length than the arrays beside them, are no columns.
         sentences = len(own_rows) > 1 or (own_rows and arrays and own_rows != lengths)
         # Images are taken for samples only if something beside them is not like them: labels, dicts, other tensors.
-        others = arrays or any(kind != {"Tensor"} for kind in kinds) or any(other != own_rows for other in rows)
-        if sentences or (others and _are_images(column)):
+        has_others = (
+            arrays or any(kind != {"Tensor"} for kind in types_in) or any(other_rows != own_rows for other_rows in rows)
+        )
+        if sentences or (has_others and _are_images(column)):
             return lists
     return []
 

@@ -50,8 +50,8 @@ def check_number(kind: str, name: str, value: Any, least: int, or_none: bool = F
         HastenError: It is neither a whole number of at least `least`, nor an allowed None.
     """
     if not (value is None and or_none) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        wanted = f"a whole number of at least {least}{', or None' if or_none else ''}"
-        raise WrongValueError(f"{kind}({name}={value!r})", wanted)
+        allowed = f"a whole number of at least {least}{', or None' if or_none else ''}"
+        raise WrongValueError(f"{kind}({name}={value!r})", allowed)
 
 
 class Strategy:
@@ -154,7 +154,7 @@ class Strategy:
 
     # -- checkpoints: each is called on all ranks --------------------------------------------------------
 
-    def whole(self, state: Any, keep: bool) -> Any:
+    def full_state(self, state: Any, keep: bool) -> Any:
         """Return a state with its sharded tensors gathered, on ranks where `keep` is true."""
         return state
 

@@ -126,15 +126,15 @@ class DDP(Strategy):
     """DDPStrategy at work in several processes.
 
     Args:
-        given: The strategy with its options.
+        settings: The strategy with its options.
     """
 
     collective = "ddp"
     label = "DDP"
 
-    def __init__(self, given: DDPStrategy) -> None:
-        self.given = given
-        self.name = given.name
+    def __init__(self, settings: DDPStrategy) -> None:
+        self.settings = settings
+        self.name = settings.name
         self._world = World()
         self._wrapped: Any = None
         self._power: PowerSGD | None = None
@@ -143,18 +143,18 @@ class DDP(Strategy):
     def optimizers(self, optimizers: list[Any], world: World) -> None:
         """Shard the optimizers' states, if `shard_optimizer` is set."""
         self._world = world
-        if self.given.shard_optimizer:
+        if self.settings.shard_optimizer:
             self._sharded = {id(optimizer): ShardedStates(optimizer, world) for optimizer in optimizers}
 
     def wrap(self, model: Any, world: World) -> None:
         """Wrap the model in DDP, which broadcasts rank 0's parameters, and install gradient compression."""
-        given, self._world = self.given, world
-        self._wrapped = wrap(model, model.training_step, world, **given.options())
-        if given.gradient_compression is not None:
-            kind, rank, start = given.gradient_compression, given.powersgd_rank, given.powersgd_start
+        settings, self._world = self.settings, world
+        self._wrapped = wrap(model, model.training_step, world, **settings.options())
+        if settings.gradient_compression is not None:
+            kind, rank, start = settings.gradient_compression, settings.powersgd_rank, settings.powersgd_start
             self._power = compress(self._wrapped, kind, world, rank, start)
-        elif given.ddp_comm_hook is not None:
-            self._wrapped.register_comm_hook(given.ddp_comm_state, given.ddp_comm_hook)
+        elif settings.ddp_comm_hook is not None:
+            self._wrapped.register_comm_hook(settings.ddp_comm_state, settings.ddp_comm_hook)
 
     def training_step(self, method: Forward) -> Forward:
         """Return the DDP module, whose forward is the model's `training_step`."""
@@ -173,7 +173,7 @@ class DDP(Strategy):
         wrapped = self._wrapped
         # torch learns a static graph in the first backward, which must exchange gradients: otherwise torch fails with
         # an internal error. The additional exchange changes nothing, since averaged gradients are averaged again.
-        learning = [self.given.static_graph]
+        learning = [self.settings.static_graph]
 
         def sync(on: bool) -> None:
             wrapped.require_backward_grad_sync = on
@@ -182,7 +182,7 @@ class DDP(Strategy):
             wrapped.require_backward_grad_sync = on or learning[0]
             learning[0] = False
 
-        return sync_at_first if self.given.static_graph else sync
+        return sync_at_first if self.settings.static_graph else sync
 
     def exchange(self, tries: bool) -> Exchange:
         """Return the exchange of a step that runs in parts.
@@ -190,13 +190,13 @@ class DDP(Strategy):
         Raises:
             HastenError: An option does not allow it.
         """
-        if self.given.static_graph:
+        if self.settings.static_graph:
             raise ContradictionError(
                 "microbatch and static_graph=True: a static graph is learned in a backward that exchanges gradients,"
                 " and only the last part's does",
                 "leave static_graph out",
             )
-        if tries and (self.given.gradient_compression or self.given.ddp_comm_hook is not None):
+        if tries and (self.settings.gradient_compression or self.settings.ddp_comm_hook is not None):
             raise ContradictionError(
                 'microbatch="auto" exchanges gradients itself, once all ranks are through: whole, and past hooks',
                 "give microbatch a number, or leave them out",

@@ -12,7 +12,7 @@ import torch
 from hasten.errors import HastenError
 from hasten.parallel import World, in_place
 from hasten.parallel.fsdp import Buffers, Root, accumulated, begin_again, clip_norm, clip_value, shard, units_in
-from hasten.parallel.sharded import is_sharded, local, share_of, whole
+from hasten.parallel.sharded import gather_full, is_sharded, local, share_of
 from hasten.techniques.memory.blocks import named, repeated
 from hasten.trainer.batches import mapped
 from hasten.trainer.errors import ContradictionError, WrongValueError
@@ -66,8 +66,10 @@ class FSDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         check_timeout("FSDPStrategy", self.timeout)
-        given: Any = () if self.blocks is None else self.blocks
-        listed = [given] if isinstance(given, str | type) else list(given) if isinstance(given, Iterable) else [given]
+        blocks: Any = () if self.blocks is None else self.blocks
+        listed = (
+            [blocks] if isinstance(blocks, str | type) else list(blocks) if isinstance(blocks, Iterable) else [blocks]
+        )
         names = [block.__name__ if isinstance(block, type) else block for block in listed]
         parts = [part.strip() for name in names if isinstance(name, str) for part in name.split(",")]
         wrong = len(parts) < len(names) or not all(part.isidentifier() for part in parts)
@@ -115,7 +117,7 @@ class FSDP(Strategy):
     """FSDPStrategy at work in several processes.
 
     Args:
-        given: The strategy with its options.
+        settings: The strategy with its options.
     """
 
     name = "fsdp"
@@ -123,8 +125,8 @@ class FSDP(Strategy):
     label = "FSDP"
     inference_mode = False  # parameters gathered in it could not be trained later
 
-    def __init__(self, given: FSDPStrategy) -> None:
-        self.given = given
+    def __init__(self, settings: FSDPStrategy) -> None:
+        self.settings = settings
         self._world = World()
         self._root: Root | None = None
         self._buffers: Buffers | None = None
@@ -143,9 +145,9 @@ class FSDP(Strategy):
                 " averaged",
                 'use automatic optimization, or strategy="ddp"',
             )
-        self._world, given = world, self.given
+        self._world, settings = world, self.settings
         policy, blocks = self._policy(precision), self._blocks(model)
-        self._root = shard(model, blocks, world, policy, given.reshard_after_forward, given.shard_size)
+        self._root = shard(model, blocks, world, policy, settings.reshard_after_forward, settings.shard_size)
         begin_again(model)
         self._buffers = Buffers(model)
 
@@ -153,11 +155,11 @@ class FSDP(Strategy):
         """Return the model's units, as `blocks` names them."""
         if units_in(model):  # sharded by `configure_model`, or by an earlier run
             return []
-        if not self.given.names:
+        if not self.settings.names:
             return repeated(model)
-        if not (units := named(model, self.given.names)):
+        if not (units := named(model, self.settings.names)):
             raise HastenError(
-                f"FSDPStrategy(blocks=...): the model has no {' or '.join(self.given.names)}",
+                f"FSDPStrategy(blocks=...): the model has no {' or '.join(self.settings.names)}",
                 f"it has: {', '.join(sorted({type(part).__name__ for part in model.modules()}))}",
             )
         return units
@@ -166,8 +168,8 @@ class FSDP(Strategy):
         """Return the dtypes in which FSDP gathers and reduces."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        if self.given.mp_policy is not None:
-            return self.given.mp_policy
+        if self.settings.mp_policy is not None:
+            return self.settings.mp_policy
         # Sum the ranks' gradients in float32 if parameters are in 16 bits.
         wide = torch.float32 if precision.parameters in (torch.bfloat16, torch.float16) else None
         return MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False)
@@ -249,9 +251,9 @@ class FSDP(Strategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    def whole(self, state: Any, keep: bool) -> Any:
+    def full_state(self, state: Any, keep: bool) -> Any:
         """Return a state with sharded tensors gathered; other values are unchanged, tied weights remain one tensor."""
-        seen: dict[Any, tuple[Any, torch.Tensor]] = {}
+        by_memory: dict[Any, tuple[Any, torch.Tensor]] = {}
 
         def gathered(tensor: torch.Tensor) -> torch.Tensor:
             if not is_sharded(tensor):
@@ -260,15 +262,15 @@ class FSDP(Strategy):
             # collective; a data pointer would not do: a rank's part may have no elements, and then no address.
             memory: Any = local(tensor).untyped_storage()
             key = memory._cdata, tensor.storage_offset(), tensor.shape
-            if key not in seen:
-                seen[key] = tensor, whole(tensor, keep)
-            return seen[key][1]
+            if key not in by_memory:
+                by_memory[key] = tensor, gather_full(tensor, keep)
+            return by_memory[key][1]
 
         return mapped(state, torch.Tensor, gathered)
 
     def optimizer_state(self, optimizer: Any, keep: bool) -> dict[str, Any]:
         """Return an optimizer's state with its tensors gathered."""
-        return self.whole(optimizer.state_dict(), keep)  # type: ignore[no-any-return]
+        return self.full_state(optimizer.state_dict(), keep)  # type: ignore[no-any-return]
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load this rank's part of an optimizer's whole state.

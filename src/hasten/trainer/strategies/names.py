@@ -23,39 +23,39 @@ class Auto(Strategy):
         return self if world.size == 1 else DDPStrategy().within(world)
 
 
-_KINDS: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
+_CLASSES: dict[str, type[Strategy]] = {"auto": Auto, "ddp": DDPStrategy, "fsdp": FSDPStrategy}
 
 
-def strategy_named(given: Any) -> Strategy:
+def strategy_named(value: Any) -> Strategy:
     """Return the strategy for a name, a Strategy unchanged, or the counterpart of another framework's strategy object.
 
     Raises:
         HastenError: The name is unknown, or the object has no counterpart.
     """
-    if isinstance(given, Strategy):
-        return given
-    if not isinstance(given, str):
-        if isinstance(given, type):
-            name = given.__name__
+    if isinstance(value, Strategy):
+        return value
+    if not isinstance(value, str):
+        if isinstance(value, type):
+            name = value.__name__
             raise WrongValueError(
                 f"strategy={name} is a class", f"give an object of it, as of hasten.strategies: {name}()"
             )
-        counterpart = adapter().strategy(given)
+        counterpart = adapter().strategy(value)
         if counterpart is None:
-            kind = type(given).__name__
+            kind = type(value).__name__
             objects = "or an object of hasten.strategies"
             raise WrongValueError(
                 f"strategy={kind}(...) is none of hasten's", f"there are: {', '.join(NAMES)}; {objects}"
             )
         kind, options = counterpart
-        return _KINDS[kind](**options)
-    if given == "auto":
+        return _CLASSES[kind](**options)
+    if value == "auto":
         return Auto()
-    if given == "fsdp":
+    if value == "fsdp":
         return FSDPStrategy()
-    parts = re.fullmatch(r"(ddp(?:_spawn|_fork|_notebook)?)(_find_unused_parameters_(?:true|false))?", given)
+    parts = re.fullmatch(r"(ddp(?:_spawn|_fork|_notebook)?)(_find_unused_parameters_(?:true|false))?", value)
     if parts is None:
-        close = difflib.get_close_matches(given, NAMES, n=1)
+        close = difflib.get_close_matches(value, NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(NAMES)}"
-        raise WrongValueError(f"You selected an invalid strategy name: `strategy={given!r}`", hint)
+        raise WrongValueError(f"You selected an invalid strategy name: `strategy={value!r}`", hint)
     return DDPStrategy(start=parts[1], find_unused_parameters=(parts[2] or "").endswith("true"))

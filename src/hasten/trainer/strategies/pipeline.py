@@ -111,9 +111,9 @@ class InStages(Strategy):
     differentiates = True
     inference_mode = False  # tensors sent in it could not be trained with later
 
-    def __init__(self, given: PipelineStrategy, world: World) -> None:
-        self.given, self._world = given, world
-        self.copies = given.pipeline_parallel_size or world.size
+    def __init__(self, settings: PipelineStrategy, world: World) -> None:
+        self.settings, self._world = settings, world
+        self.copies = settings.pipeline_parallel_size or world.size
         self._mesh = mesh_of(world, self.copies, "pipeline_parallel_size")
         group = self._mesh["group"].get_group()
         self.place = StagePlace(group, world.rank % self.copies, self.copies, world.device)
@@ -137,32 +137,32 @@ class InStages(Strategy):
         """Split the layers, unless they are split already."""
         if not getattr(model, "automatic_optimization", True):
             raise HastenError(f"{_LABEL} with manual optimization: it differentiates itself", "use automatic")
-        layers, given = self._layers(model), self.given
-        loss = getattr(model, given.loss, None)
+        layers, settings = self._layers(model), self.settings
+        loss = getattr(model, settings.loss, None)
         if not callable(loss):
             raise HastenError(
-                f'{_LABEL}(loss="{given.loss}"): {type(model).__name__} has no such method',
+                f'{_LABEL}(loss="{settings.loss}"): {type(model).__name__} has no such method',
                 "give the name of what takes (output, target) and returns the mean loss",
             )
-        bounds = bounds_of(layers, self.copies, given.split_points)
+        bounds = bounds_of(layers, self.copies, settings.split_points)
         refuse(model, layers, bounds)
         draw_alike(self.place.group, world)
         split(layers, bounds, world, self.place.stage)
         begin, end = bounds[self.place.stage : self.place.stage + 2]
-        own = Stage(*list(layers)[begin:end])
-        own.training = layers.training  # not own.train(), which would change layers that are in eval mode
+        stage = Stage(*list(layers)[begin:end])
+        stage.training = layers.training  # not stage.train(), which would change layers that are in eval mode
         self._module = model
-        self._pipeline = Pipeline(own, self.place, loss, given.microbatches, given.schedule)
+        self._pipeline = Pipeline(stage, self.place, loss, settings.microbatches, settings.schedule)
         vars(layers)["forward"] = self._pipeline.forward
 
     def _layers(self, model: nn.Module) -> nn.Sequential:
         """Return the `nn.Sequential` that the option `layers` names."""
         part: Any = model
-        for name in self.given.layers.split("."):
+        for name in self.settings.layers.split("."):
             part = getattr(part, name, None)
         if not isinstance(part, nn.Sequential):
             raise HastenError(
-                f'{_LABEL}(layers="{self.given.layers}"): {type(model).__name__} has'
+                f'{_LABEL}(layers="{self.settings.layers}"): {type(model).__name__} has'
                 f" {'no such part' if part is None else f'a {type(part).__name__} there'}, and an nn.Sequential is"
                 " what can be split",
                 "write the layers as nn.Sequential, each taking and giving one tensor, and give its name",
@@ -183,7 +183,7 @@ class InStages(Strategy):
         assert pipeline is not None
         trainer = module.trainer
         engine, progress = trainer.engine, trainer.progress
-        own = [parameter for parameter in pipeline.own.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in pipeline.layers.parameters() if parameter.requires_grad]
         shares, group = self.shares(self._world), self._mesh["data"].get_group()
         device, stage = self.place.device, self.place.stage
         proves, unheard = not isinstance(module, LossModule), LoggedNames(True)
@@ -191,13 +191,13 @@ class InStages(Strategy):
 
         def step(batch: Any, *idx: Any) -> Any:
             inputs, target = _pair(batch)
-            looks = same.due()
+            looks = same.is_due()
             if looks:
                 same.batch((inputs, target))
                 if proves:
                     self._prove(method, batch, idx)
             weight = 1 / trainer.config.accumulate_grad_batches  # a callback may change it
-            before = _versions(pipeline.own) if unreported else None
+            before = _versions(pipeline.layers) if unreported else None
             board, engine.board = engine.board, unheard  # ignore logs of the loss: only one rank runs it
             try:
                 with drawn_apart(device, progress.total_batches, stage):
@@ -208,7 +208,7 @@ class InStages(Strategy):
                 unreported.clear()
                 self._tell_changed(before)
             if self._averages and shares.size > 1:
-                average_all(own, shares, group)
+                average_all(trained, shares, group)
             module.log("train_loss", loss, prog_bar=True)
             return loss
 
@@ -219,7 +219,7 @@ class InStages(Strategy):
         import torch.distributed as dist
 
         assert self._pipeline is not None
-        after = _versions(self._pipeline.own)
+        after = _versions(self._pipeline.layers)
         by_stage: list[Any] = [None] * self.copies
         changed = [name for name, version in after.items() if before.get(name) != version]
         dist.all_gather_object(by_stage, [f"{name} of stage {self.place.stage}" for name in changed], self.place.group)
@@ -231,7 +231,7 @@ class InStages(Strategy):
         module, engine = self._module, self._module.trainer.engine
         board, random = engine.board, rng.state()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-        heard = engine.board = LoggedNames(True)
+        probe_log = engine.board = LoggedNames(True)
         try:
             with torch.no_grad():  # in training mode, with the same draws in both
                 loss = loss_of(method(batch, *idx))
@@ -239,7 +239,7 @@ class InStages(Strategy):
                 direct = math.nan if loss is None or loss.is_meta else float(loss)
                 rng.restore(random)
                 inputs, target = _pair(batch)
-                of_stages = getattr(module, self.given.loss)(self._layers(module)(inputs), target)
+                of_stages = getattr(module, self.settings.loss)(self._layers(module)(inputs), target)
                 # A loss that is not a single number is reported by the pipeline's step.
                 stages = float(of_stages) if getattr(of_stages, "numel", int)() == 1 else direct
         finally:
@@ -248,14 +248,14 @@ class InStages(Strategy):
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.detach().copy_(value)
-        if heard.names:
-            names = ", ".join(sorted(heard.names))
+        if probe_log.names:
+            names = ", ".join(sorted(probe_log.names))
             module.trainer.say(f"{_LABEL}: train_loss is logged, and not what the step or the loss log: {names}", True)
         wrong = abs(direct - stages) > 1e-3 * max(abs(direct), abs(stages)) or math.isnan(direct) > math.isnan(stages)
         if any(self._same.gathered([float(wrong)]).flatten().tolist()):
             raise HastenError(
-                f"training_step computes another loss than {self.given.loss}({self.given.layers}(input), target), which"
-                f" is what {_LABEL} trains: {direct:.6g} and {stages:.6g} on rank {self._world.rank}.",
+                f"training_step computes another loss than {self.settings.loss}({self.settings.layers}(input), target),"
+                f" which is what {_LABEL} trains: {direct:.6g} and {stages:.6g} on rank {self._world.rank}.",
                 "Move what training_step does besides into the layers or the loss. What needs more than the last output"
                 ' cannot be split into stages: use strategy="fsdp".',
             )
@@ -293,7 +293,7 @@ class InStages(Strategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
-    def whole(self, state: Any, keep: bool) -> Any:
+    def full_state(self, state: Any, keep: bool) -> Any:
         """Return a state with the other stages' tensors, on the first stage of the first pipeline."""
         if self._world.rank >= self.copies:  # another pipeline has the same
             return state
@@ -317,7 +317,7 @@ class InStages(Strategy):
         )
         several: list[Any] | None = [None] * self.copies if first else None
         dist.gather_object(on_cpu, several, dst=place.rank(0), group=place.group)
-        merged = {at: kept for one in several or shapes for at, kept in one.items()}
+        merged = {at: state_of for states in several or shapes for at, state_of in states.items()}
         return {**state, "state": dict(sorted(merged.items()))}
 
     def load_optimizer(self, optimizer: Any, state: dict[str, Any]) -> None:
@@ -329,8 +329,8 @@ class InStages(Strategy):
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load a module's weights, or this stage's if it is split already."""
         own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        given = {name: own[name] if name in own and own[name].is_meta else value for name, value in state.items()}
-        model.load_state_dict(given, strict=strict)
+        merged = {name: own[name] if name in own and own[name].is_meta else value for name, value in state.items()}
+        model.load_state_dict(merged, strict=strict)
 
     def accumulated(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the mean of the pipelines' accumulated gradients; "meta" tensors for other stages' parameters."""
@@ -357,7 +357,7 @@ class InStages(Strategy):
         if "device meta" in text or "meta tensor" in text:
             return HastenError(
                 f"Under {_LABEL} a layer of another stage was used outside of the whole: {text[:120]}",
-                f"Each process has one stage: call self.{self.given.layers}(input), not its layers or a slice.",
+                f"Each process has one stage: call self.{self.settings.layers}(input), not its layers or a slice.",
             )
         if cause is None or not ("failed to run forward" in text or "Failed to run stage backward" in text):
             return None

@@ -118,10 +118,10 @@ class TensorParallel(FSDP):
     name = "tensor_parallel"
     label = "TensorParallel"
 
-    def __init__(self, given: TensorParallelStrategy, world: World) -> None:
-        super().__init__(given.units)
-        self.tensor = given
-        self.copies = given.tensor_parallel_size or world.size
+    def __init__(self, settings: TensorParallelStrategy, world: World) -> None:
+        super().__init__(settings.units)
+        self.tensor = settings
+        self.copies = settings.tensor_parallel_size or world.size
         self._mesh = mesh_of(world, self.copies, "tensor_parallel_size")
         self._compared = ReplicaCheck(self._mesh["group"].get_group(), world)
         self._gradients: Gradients | None = None
@@ -182,7 +182,7 @@ class TensorParallel(FSDP):
         unproven = [True] if self.tensor.compares_whole and self._root is None else []
 
         def step(*args: Any) -> Any:
-            looks = compared.due()
+            looks = compared.is_due()
             if looks:
                 compared.batch(tensors(args[0]))
                 compared.buffers(self._module)
@@ -238,7 +238,7 @@ class TensorParallel(FSDP):
         # Tolerances for the rounding of the whole computation, in this order: 16 bits; float32 on a CPU; a GPU's TF32.
         narrow, exact = "16" in str(module.trainer.config.precision), self._world.device.type == "cpu"
         tolerance = 3e-2 if narrow else 2e-5 if exact else 1e-3
-        if not self._compared.whole(losses[0], losses[1], bool(failed), tolerance):
+        if not self._compared.unsplit_loss(losses[0], losses[1], bool(failed), tolerance):
             module.trainer.say(f"{_LABEL}: the first batch could not be compared with the whole model's: {failed}")
 
     def evaluation_step(self, method: Forward) -> Forward:
