@@ -20,6 +20,7 @@ from hasten.techniques import Liveness
 _WARM_UP = 3  # first steps of a new process, which do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 5
 _COMPILE_SECONDS = 30.0  # that must be left of the search, on a quiet machine, or compiling is not tried
+_MOST_FOR_COMPILE = 0.75  # of the search's time: if compiling needs more, the other techniques get all of it
 _MOST_TAKEN = 0.9  # of the CPU: upper bound of others' share in the estimate of how long compiling takes
 _COMPILE_SAVES = 0.3  # of a step: what compiling usually saves at most
 _COMPILE_WORTH = 2.0  # compiling is tried if it may save this multiple of its own time in the full training
@@ -161,8 +162,10 @@ def _bears(blocks: int, course: Course, options: OnlineOptions) -> bool:
 
 def _settling_from(began: float, course: Course, options: OnlineOptions) -> float:
     """Return the moment at which the play-off begins."""
+    whole = max(0.0, _search_end(course, options) - began)
     aside = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
-    whole = max(0.0, _search_end(course, options) - began - aside)
+    # Compiling that would take most of the time (150 s, if others have the CPU) is not tried: then keep nothing for it.
+    whole -= aside if aside <= _MOST_FOR_COMPILE * whole else 0.0
     least, most = (share * whole for share in _SETTLING)
     return began + whole - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
 

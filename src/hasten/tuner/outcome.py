@@ -245,18 +245,20 @@ def _why_lost(found: SearchState, index: int, estimate: CandidateEstimate) -> st
     others = {found.course.candidates[i].name for i in found.chosen}
     if name in others:
         return "another setting of it is better"
-    if estimate.helps < 0.5:
+    if estimate.helps < 0.5 and estimate.ratio[2] < 1:
         return "steps are slower with it here"
+    if estimate.helps < 0.5:
+        return "no gain was seen, and a loss is not certain"
     if estimate.helps > _SURE:
         return "it helps in the blocks of the search, but the plan was settled on blocks in turn without it"
-    return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
+    return f"too little, or too unsure: it helps with a probability of {estimate.helps * 100:.0f} %"
 
 
 def _doubtful(found: SearchState) -> tuple[str, ...]:
     """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
     course, known = found.course, found.course.estimates(found.chosen)
     return tuple(
-        f"{course.candidates[i].called}: helps with {known[i].helps:.0%} probability after "
+        f"{course.candidates[i].called}: helps with a probability of {known[i].helps * 100:.0f} % after "
         f"{known[i].blocks} block{'s' * (known[i].blocks != 1)}"
         for i in course.doubtful()
         if 1 - _SURE < known[i].helps < _SURE
