@@ -89,8 +89,9 @@ class WorkersZero(Rule):
         table: Setting = {"num_workers": workers, "prefetch_factor": 2}
         left = ordinary_seconds(evidence) - proposal.seconds
         how = (
-            f"with {workers} of them the step would take {in_ms(left)}: the greatest of its own computation, a batch's "
-            f"making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
+            f"with {workers} of them the step would take {in_ms(left)}: the longest of its own computation, a batch's "
+            f"making shared by {workers} worker{'s' * (workers != 1)}, and all work shared by {room_for(evidence):.2g} "
+            "cores"
         )
         and_threads = (
             ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
