@@ -72,6 +72,7 @@ def test_compiling_beside_others_is_expected_to_take_longer() -> None:
     quiet, beside = (ran(0.6, 60.0, 20.0, 20.0, taken)[1] for taken in (0.0, 0.75))
     assert any(one.part == "compile" for one in quiet)
     assert not any(one.part == "compile" for one in beside)
+    assert any(one.part == "search" for one in beside), "no time is kept for compiling that is not tried"
 
 
 @pytest.mark.parametrize("blocks", [8, 17, 22, 27, 40, 1000])

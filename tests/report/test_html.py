@@ -124,7 +124,7 @@ def test_the_figures_are_on_the_page(make):
         "whether fused_optimizer helps at all: 86 % sure",
         "31.2 ms",
         "prefetch_factor = 4",
-        "dropped: too little to be sure of",
+        "too little to be sure of",
         "the dataset augments at random",
         "torch 2.13.0+cpu",
         "Those runs end at step 238",

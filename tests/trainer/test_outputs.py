@@ -232,6 +232,14 @@ def test_best_and_last_and_a_path(trained, tmp_path):
     assert torch.equal(first_weight(trained), best)
 
 
+def test_an_evaluation_says_whose_weights_it_takes(trained, capsys):
+    """Only `fit` goes on from a checkpoint."""
+    trained.test(ckpt_path="best", dataloaders=loader(), verbose=False)
+    said = capsys.readouterr().err
+    assert f"test: weights of {trained.checkpoint_callback.best_model_path}" in said
+    assert "going on" not in said
+
+
 def test_without_a_model_the_best_is_taken_and_that_is_said(trained):
     last = first_weight(trained)
     with pytest.warns(UserWarning, match="best model of the previous"):
@@ -255,6 +263,10 @@ def test_fit_goes_on_from_last(trained, tmp_path):
 def test_checkpoints_that_are_not_there(tmp_path):
     with pytest.raises(HastenError, match="best"):
         quiet().fit(Regression(), loader(), ckpt_path="best")
+    rehearsed = quiet(fast_dev_run=True, callbacks=ModelCheckpoint(monitor="score"))
+    rehearsed.fit(Regression(), loader())
+    with pytest.raises(HastenError, match="fast_dev_run"):  # not that there is no ModelCheckpoint: there is one
+        rehearsed.test(ckpt_path="best", dataloaders=loader())
     with pytest.warns(UserWarning, match="last"):
         quiet(default_root_dir=tmp_path).fit(Regression(), loader(), ckpt_path="last")
     with pytest.raises((HastenError, FileNotFoundError), match=r"nowhere.ckpt"):

@@ -16,13 +16,15 @@ import pytest
 from hasten.errors import HastenError
 from hasten.online.candidates import Applicable
 from hasten.online.course import Course
-from hasten.online.options import Candidate
+from hasten.online.options import Candidate, OnlineOptions
+from hasten.online.posterior import CandidateEstimate
 from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import tune as module
 from hasten.tuner.budget import TimeSpent, block_seconds
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.outcome import _why_lost
 from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.tune import TuneOptions, _Tune
@@ -162,3 +164,39 @@ def test_a_check_that_is_ended_says_nothing_of_the_plan(tmp_path: Path) -> None:
     options = CheckOptions(until=time.monotonic() + 0.5)
     with pytest.raises(HastenError, match="time was over"):
         check((sys.executable, str(script)), ("train.py",), {"set_to_none": True}, options, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "more"),
+    [(100.0, (), True), (100.0, (0,), False), (12.0, (), False)],
+    ids=["doubtful", "chosen", "no time"],
+)
+def test_a_search_that_chose_nothing_goes_on_with_the_rest_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, chosen: tuple[int, ...], more: bool
+) -> None:
+    """Where nothing was chosen, no claim, check or pair needs the time that was kept for them."""
+    trials = Trials((sys.executable,), (), tmp_path, TrialOptions(str(tmp_path)), time.monotonic() + seconds)
+    found = SearchState(Course((Candidate("fused_optimizer", True),)), chosen=frozenset(chosen))
+    found.course.settle(frozenset(chosen))
+    said: list[str] = []
+    options = OnlineOptions(found.course.candidates, "", 0.0, 0.0, block_seconds=0.5)
+    search = OnlineSearch(trials, found, options, 10.0, said.append, lambda block: None)
+    until: list[tuple[float, float]] = []
+    monkeypatch.setattr(
+        OnlineSearch, "search", lambda self: until.append((self._options.search_until, self._options.claim_until))
+    )
+    search.search_more(trials.deadline)
+    assert bool(said) == bool(until) == more
+    assert (found.course.settled is None) == more, "a settled course would not search on"
+    for search_until, claim_until in until:
+        assert search_until < claim_until == trials.deadline
+
+
+@pytest.mark.parametrize(
+    ("spread", "why"),
+    [(0.02, "steps are slower with it here"), (0.1, "no gain was seen, and a loss is not certain")],
+)
+def test_a_setting_that_may_help_is_not_called_slower(spread: float, why: str) -> None:
+    """A loss is said only where the interval lies below 1."""
+    found = SearchState(Course((Candidate("fused_optimizer", True),)))
+    assert _why_lost(found, 0, CandidateEstimate(0.05, spread, 2, 2)) == why

@@ -215,7 +215,7 @@ def _bounds(options: DoctorOptions, whole: bool) -> str:
     if whole:
         return "to its end; what it writes stays"
     many = f"{options.epochs} epochs" if options.epochs else f"{options.steps} steps"
-    return f"{many} or {options.seconds:g} s; files it writes are redirected and removed"
+    return f"{many}, {options.seconds:g} s at most; what it writes goes to a scratch folder, which is removed"
 
 
 def _script(command: list[str]) -> Path | None:

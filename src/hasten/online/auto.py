@@ -231,7 +231,15 @@ class Auto:
         )
         self._block_seconds = max(_LEAST_BLOCK, min(_MOST_BLOCK, seconds / _BLOCKS))
         until = time.monotonic() + seconds
-        options = OnlineOptions(eligible, "", until, math.inf, self._block_seconds, self._options.seed)
+        options = OnlineOptions(
+            eligible,
+            "",
+            until,
+            math.inf,
+            self._block_seconds,
+            self._options.seed,
+            total_steps=0,  # no time of the search is kept for compiling: see `compile_in_run`
+        )
         ranks = None if self._process.together is None else os.getppid()  # their launcher, and so all of them
         self._driver = Driver(options, self._board, self._recorder, self._schedule_ended, self._requests, self, ranks)
 

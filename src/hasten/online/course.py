@@ -236,6 +236,10 @@ class Course:
         """Make this set, which ran faster than the other finalists, the chosen one."""
         self._settled = on
 
+    def reopen(self) -> None:
+        """Forget the settled set: the search goes on."""
+        self._settled = None
+
     @property
     def settled(self) -> frozenset[int] | None:
         """The settled set, without LAST techniques that failed since. None before, or if another part of it failed."""

@@ -21,6 +21,7 @@ from hasten.techniques import Liveness
 _WARM_UP = 3  # first steps of a new process, which do not count: kernels are chosen, memory is first touched
 _COMPILE_BLOCKS = 5
 _COMPILE_SECONDS = 30.0  # that must be left of the search, on a quiet machine, or compiling is not tried
+_MOST_FOR_COMPILE = 0.75  # of the search's time: if compiling needs more, the other techniques get all of it
 _MOST_TAKEN = 0.9  # of the CPU: upper bound of others' share in the estimate of how long compiling takes
 _COMPILE_SAVES = 0.3  # of a step: what compiling usually saves at most
 _COMPILE_WORTH = 2.0  # compiling is tried if it may save this multiple of its own time in the full training
@@ -167,8 +168,10 @@ def _has_time_for(blocks: int, course: Course, options: OnlineOptions) -> bool:
 
 def _settling_from(started_at: float, course: Course, options: OnlineOptions) -> float:
     """Return the moment at which the play-off begins."""
+    available = max(0.0, _search_end(course, options) - started_at)
     reserved = _compile_seconds(course, options) if _may_pay(course, options) else 0.0
-    available = max(0.0, _search_end(course, options) - started_at - reserved)
+    # Compiling that would take most of the time (150 s, if others have the CPU) is not tried: then keep nothing for it.
+    available -= reserved if reserved <= _MOST_FOR_COMPILE * available else 0.0
     least, most = (share * available for share in _SETTLING)
     return started_at + available - min(most, max(least, _FEW_ROUNDS * course.block_seconds))
 

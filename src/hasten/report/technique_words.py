@@ -76,7 +76,8 @@ def _kept(technique: KeptTechnique) -> Row:
 
 def _lost(tried: TriedSetting) -> Row:
     outcome, reason = _OUTCOMES.get(tried.outcome, words.clean(tried.outcome)), words.clean(tried.reason)
-    why = f"{outcome}: {reason}" if reason else outcome
+    # The heading says that it was not kept: of what ran well, only the reason is left to say.
+    why = reason if reason and tried.outcome in ("lost", "dropped") else f"{outcome}: {reason}" if reason else outcome
     ends = tried.ratio, tried.low, tried.high
     return Row(words.clean(tried.name), words.setting(tried.setting), False, *ends, tried.helps, tried.blocks, why=why)
 

@@ -147,7 +147,7 @@ def speed(proof: Proof) -> list[words.Figure]:
         interval = f"{_interval(proof.epoch_speedup)}{beside}"
         lines.append(words.Figure("whole epochs", words.times(proof.epoch_speedup.ratio), interval))
     else:
-        lines.append(words.Figure("whole epochs", "not measured", "no process came to the end of an epoch"))
+        lines.append(words.Figure("whole epochs", "not measured", "no fresh process came to the end of an epoch"))
     if (run := proof.full_run) is not None:
         before, after = words.duration(run.baseline_seconds), words.duration(run.plan_seconds)
         estimate = f"{before} -> {after} for {words.count(run.epochs, 'epoch')}, estimated{beside}"
@@ -156,7 +156,7 @@ def speed(proof: Proof) -> list[words.Figure]:
         )
         lines.append(words.Figure("start-up", _startup(proof), break_even(proof)))
     else:
-        lines.append(words.Figure("full run", "not estimated", "the length of the full run is not known"))
+        lines.append(words.Figure("full run", "not estimated", "no fresh process came to the end of an epoch"))
     return lines
 
 

@@ -180,6 +180,11 @@ class Checkpointing:
         self.saver.wait()
         callbacks = trainer.checkpoint_callbacks
         if path == "best":
+            if trainer.config.fast_dev_run:
+                raise BestMissingError(
+                    'ckpt_path="best", but `fast_dev_run` saves no checkpoints',
+                    "leave ckpt_path out: that takes the weights as they are",
+                )
             if not callbacks:
                 raise BestMissingError(
                     'ckpt_path="best", but `ModelCheckpoint` is not configured.', "add one to callbacks"
@@ -224,7 +229,8 @@ class Checkpointing:
         trainer = self._trainer
         try:
             self.loaded = read(path)
-            trainer.say(f"going on from {path}")
+            taken = "going on from" if trainer.stage.fn == "fit" else f"{trainer.stage.fn}: weights of"
+            trainer.say(f"{taken} {path}")
         except CheckpointError as error:
             folder = Path(path).parent
             if not Path(path).is_file() or trainer.stage.fn != "fit":

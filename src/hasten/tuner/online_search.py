@@ -29,6 +29,8 @@ _STEPS_OF_A_BLOCK = 8  # most steps of a block when steps are slow, uncounted on
 _PAIRS = 6  # of a claim that is measured in several processes
 _LONG_END = 1.5  # seconds between last step and exit from which the next process ends at its last step instead
 _NOTHING_LEFT = 3.0  # seconds: with less left, a further process would measure nothing
+CLAIM_SHARE = 0.25  # of the search's time
+_BLOCKS_OF_MORE = 8  # blocks for which there must be time, or a search that found nothing is not continued
 
 Say = Callable[[str], None]
 
@@ -94,6 +96,26 @@ class OnlineSearch:
             )
         self._state.chosen = self._state.course.chosen()
         return process.timed_out or any(map(_counts, self._state.blocks))
+
+    def search_more(self, until: float) -> None:
+        """Search on until `until` if nothing was chosen and something is doubtful.
+
+        Example: beside other processes, a tune of two minutes had time for three blocks before the part of its budget
+        that is kept for the check and for fresh processes.
+        """
+        state, started_at = self._state, time.monotonic() + self._startup
+        if state.chosen or not state.course.doubtful() or until < started_at + _BLOCKS_OF_MORE * self._block_seconds():
+            return
+        self._say("nothing is sure to help yet: searching on, in time that was kept for checking a plan")
+        state.course.reopen()
+        claim_from = until - CLAIM_SHARE * (until - started_at)
+        self._options = dataclasses.replace(self._options, search_until=claim_from, claim_until=until)
+        self.search()
+
+    def _block_seconds(self) -> float:
+        """Return the seconds of a typical block of this search."""
+        seconds = sorted(block.seconds for block in self._state.blocks if _counts(block))
+        return seconds[len(seconds) // 2] if seconds else self._options.block_seconds
 
     def claim(self, until: float) -> None:
         """Measure the chosen plan against the unchanged script, in one new process or in several."""

@@ -258,18 +258,20 @@ def _why_lost(state: SearchState, index: int, estimate: CandidateEstimate) -> st
     plan_names = {state.course.candidates[i].name for i in state.chosen}
     if name in plan_names:
         return "another setting of it is better"
-    if estimate.helps < 0.5:
+    if estimate.helps < 0.5 and estimate.ratio[2] < 1:
         return "steps are slower with it here"
+    if estimate.helps < 0.5:
+        return "no gain was seen, and a loss is not certain"
     if estimate.helps > _CERTAIN:
         return "it helps in the blocks of the search, but the plan was settled on blocks in turn without it"
-    return f"too little, or too unsure: it helps with {estimate.helps:.0%} probability"
+    return f"too little, or too unsure: it helps with a probability of {estimate.helps * 100:.0f} %"
 
 
 def _doubtful(state: SearchState) -> tuple[str, ...]:
     """Return what the search would still measure with more time, leaving out candidates that are nearly certain."""
     course, estimates = state.course, state.course.estimates(state.chosen)
     return tuple(
-        f"{course.candidates[i].display_name}: helps with {estimates[i].helps:.0%} probability after "
+        f"{course.candidates[i].display_name}: helps with a probability of {estimates[i].helps * 100:.0f} % after "
         f"{estimates[i].blocks} block{'s' * (estimates[i].blocks != 1)}"
         for i in course.doubtful()
         if 1 - _CERTAIN < estimates[i].helps < _CERTAIN

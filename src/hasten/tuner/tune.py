@@ -28,7 +28,7 @@ from hasten.tuner.baseline import Baseline, run_baseline
 from hasten.tuner.budget import TimeSpent, block_seconds, check_seconds, checked_passes, checked_steps
 from hasten.tuner.check import CheckOptions, check
 from hasten.tuner.length import length_of, length_of_finished_run, seconds_per_epoch, steps_of
-from hasten.tuner.online_search import OnlineSearch
+from hasten.tuner.online_search import CLAIM_SHARE, OnlineSearch
 from hasten.tuner.outcome import Measurements, block_of, plan_of, proof_of
 from hasten.tuner.process_search import search_apart
 from hasten.tuner.proof import Block, Proof, beside_others, in_words
@@ -39,7 +39,6 @@ from hasten.tuner.trial import Trial, Trials
 from hasten.tuner.trouble import trouble_of
 
 _SHORTEST_SEARCH = 8.0  # seconds: to leave this much for the search, first the proof is given up, then the check
-_CLAIM_SHARE = 0.25  # of the search's time
 _CHECKS = 3  # if each of so many checks took something back, the rest of the plan is reported as not checked
 _HEADROOM = 1.2  # check and pair of the demo took 1.04 to 1.16 times their estimate, and one pair was cut short
 _LONG = 300.0  # seconds of budget from which the stricter parts of a plan are also checked separately
@@ -211,7 +210,9 @@ class _Tune:
 
     def _search_online(self) -> None:
         online = self._online()
-        searched = online.search()
+        if searched := online.search():
+            for reserved in (self._check_seconds(), 0.0):  # without anything chosen, nothing needs that time
+                online.search_more(self.deadline - reserved)
         self.length = length_of_finished_run(self.length, online.finished_run)
         if not searched:
             self.applicable = self._applicable(warm=False)
@@ -230,7 +231,7 @@ class _Tune:
     def _online(self) -> OnlineSearch:
         """Return the search in one running process, with its time and the claim's."""
         until = self._search_end()
-        claim = _CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
+        claim = CLAIM_SHARE * max(0.0, until - time.monotonic() - self.startup)
         options = OnlineOptions(
             candidates=self.applicable.candidates,
             results="",

@@ -72,6 +72,13 @@ def test_it_says_why_batches_come_late(seen: dict[str, float], said: str) -> Non
     assert ("cheaper" in finding.fix) == (seen["cpu"] > 3)
 
 
+def test_that_workers_will_not_help_is_not_said_where_there_are_none_yet() -> None:
+    """`workers_zero` may propose one for the same loader: on cores that others fill, it gets a share of them."""
+    finding = only(DataBound.findings(evidence(phases=SLOW, loader=NO_WORKERS, use=use(cpu=3.9))), "data_bound")
+    assert not any("will not help" in cause for cause in finding.details)
+    assert any("help more than workers" in cause for cause in finding.details)
+
+
 def test_it_names_the_dearest_stage() -> None:
     """Where the loader was looked into."""
     stages = (Stages(0, 4, read=0.002, decode=0.015, transform=0.003),)
@@ -341,6 +348,10 @@ def test_samples_made_anew_are_named_where_a_probe_saw_them_repeat() -> None:
     assert finding is not None
     assert (finding.name, finding.setting) == ("samples_recomputed", '"samples"')
     assert finding.worth == pytest.approx(0.98 * 2 / 3)
+    tiny = dataclasses.replace(asked, sample_bytes=16)
+    few = SamplesRecomputed.run(evidence(phases=SLOW, loader={**NO_WORKERS, "probe": tiny}))
+    assert few is not None
+    assert "(less than 1 MiB in all)" in few.fix
     other = dataclasses.replace(asked, repeatable=False)
     assert SamplesRecomputed.run(evidence(phases=SLOW, loader={**NO_WORKERS, "probe": other})) is None
     assert SamplesRecomputed.run(evidence(phases=SLOW, loader=NO_WORKERS)) is None

@@ -81,10 +81,10 @@ def _causes(evidence: Evidence, loader: LoaderFacts) -> Iterator[str]:
     if busy is not None and _threads_spin(evidence, loader):
         yield f"no core of {cores} is idle, but one thread makes the samples: the others only wait for work"
     elif busy is not None:
-        yield (
-            f"no core of {cores} is idle (the training uses {busy:.1f}): more workers will not help, cheaper samples "
-            "or more cores will"
-        )
+        # Without workers, the first one still brings something where others fill the cores: it gets its share of them.
+        less = "more workers will not help, cheaper samples or more cores will"
+        less = less if workers else "cheaper samples or more cores will help more than workers"
+        yield f"no core of {cores} is idle (the training uses {busy:.1f}): {less}"
     elif workers and working is not None and working >= _BUSY * workers:
         yield f"the {workers} workers are busy all the time ({working:.1f} cores of {cores})"
     elif workers and working is not None and working < 0.4 * workers and ordinary_wait(evidence) > _LITTLE:

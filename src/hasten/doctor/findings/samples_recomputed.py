@@ -63,12 +63,14 @@ class SamplesRecomputed(Rule):
         seconds = probe.sample_seconds if whole_samples else probe.loader_seconds
         size = probe.sample_bytes if whole_samples else probe.loader_bytes
         total = max(probe.sample_seconds, seconds)
+        megabytes = size * (loader.samples or 0) / 2**20
+        room = f"{megabytes:.0f} MiB" if megabytes >= 1 else "less than 1 MiB"
         contents = "samples" if whole_samples else f"what `{probe.loader_function}` gives"
         place, cached = ("on a disk", FROM_DISK + size / DISK_SPEED) if on_disk else ("in memory", FAST)
         return cls.timed(
             f"the step waits {percent(data_share(evidence))} of its time for samples that are made again in each "
             "epoch, although the same index gave the same sample each time it was asked",
-            f"keep {contents} {place} ({size * (loader.samples or 0) / 2**20:.0f} MiB in all), or store it decoded",
+            f"keep {contents} {place} ({room} in all), or store it decoded",
             faster_loading(evidence, loader, max(0.0, seconds - cached) / total),
             HowKnown.ESTIMATED,
             place=loader.where,

@@ -89,8 +89,9 @@ class WorkersZero(Rule):
         table: Setting = {"num_workers": workers, "prefetch_factor": 2}
         seconds = ordinary_seconds(evidence) - proposal.seconds
         estimate = (
-            f"with {workers} of them the step would take {in_ms(seconds)}: the greatest of its own computation, a "
-            f"batch's making shared by {workers} workers, and all work shared by {room_for(evidence):.2g} cores"
+            f"with {workers} of them the step would take {in_ms(seconds)}: the longest of its own computation, a "
+            f"batch's making shared by {workers} worker{'s' * (workers != 1)}, and all work shared by "
+            f"{room_for(evidence):.2g} cores"
         )
         and_threads = (
             ", and set OMP_WAIT_POLICY=PASSIVE in the environment (or torch.set_num_threads(1)): threads of the "
