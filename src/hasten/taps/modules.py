@@ -65,6 +65,7 @@ def _tap_forward(session: Session) -> None:
     acts = session.run.acting("forward") or session.run.acting("model") or session.config.ranks is not None
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
     grad_enabled, here = torch.is_grad_enabled, _here
+    graph_task = torch._C._current_graph_task_id  # -1 in a thread that is in no backward
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # `is_dynamo_compiling` first: while compiling it is a constant, so nothing below is traced, where reading a
@@ -74,18 +75,28 @@ def _tap_forward(session: Session) -> None:
         # nn.DataParallel calls its replicas in threads of their own, in which `here.inside` is not set.
         if "_is_replica" in self.__dict__:
             return plain(self, *args, **kwargs)
+        # The script's own `torch.utils.checkpoint` runs a block again in the backward, under the settings of the
+        # forward: taken for an outermost module, the block would be compiled by itself, say, or seen under an autocast
+        # that is hasten's own.
+        if graph_task() != -1:
+            return _run_inside(plain, self, args, kwargs)
         if resting is not None and resting.resting is not None and self.training and grad_enabled():
-            here.inside = True  # inner modules then pass at the first check
-            try:
-                return plain(self, *args, **kwargs)
-            finally:
-                here.inside = False
+            return _run_inside(plain, self, args, kwargs)
         return outermost(self, args, kwargs)
 
     tap(Module, "__call__", lambda _: __call__)
     from hasten.techniques.recompute.forward import tell_inside
 
     tell_inside.append(_set_inside)
+
+
+def _run_inside(plain: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward without techniques; modules in it then pass at the first check."""
+    _here.inside = True
+    try:
+        return plain(module, *args, **kwargs)
+    finally:
+        _here.inside = False
 
 
 def _set_inside(inside: bool) -> bool:
