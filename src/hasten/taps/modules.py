@@ -67,6 +67,7 @@ def _tap_forward(session: Session) -> None:
     )
     resting = recorder if recorder is not None and recorder.may_rest and not acts else None
     grad_enabled, thread_state = torch.is_grad_enabled, _thread_state
+    graph_task = torch._C._current_graph_task_id  # -1 in a thread that is in no backward
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         # `is_dynamo_compiling` first: while compiling it is a constant, so nothing below is traced, where reading a
@@ -77,18 +78,28 @@ def _tap_forward(session: Session) -> None:
         # nn.DataParallel calls its replicas in threads of their own, in which `thread_state.inside` is not set.
         if "_is_replica" in self.__dict__:
             return plain(self, *args, **kwargs)
+        # The script's own `torch.utils.checkpoint` runs a block again in the backward, under the settings of the
+        # forward: taken for an outermost module, the block would be compiled by itself, say, or seen under an autocast
+        # that is hasten's own.
+        if graph_task() != -1:
+            return _run_inside(plain, self, args, kwargs)
         if resting is not None and resting.resting is not None and self.training and grad_enabled():
-            thread_state.inside = True  # inner modules then pass at the first check
-            try:
-                return plain(self, *args, **kwargs)
-            finally:
-                thread_state.inside = False
+            return _run_inside(plain, self, args, kwargs)
         return outermost(self, args, kwargs)
 
     tap(Module, "__call__", lambda _: __call__)
     from hasten.techniques.recompute.forward import tell_inside
 
     tell_inside.append(_set_inside)
+
+
+def _run_inside(plain: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward without techniques; modules in it then pass at the first check."""
+    _thread_state.inside = True
+    try:
+        return plain(module, *args, **kwargs)
+    finally:
+        _thread_state.inside = False
 
 
 def _set_inside(inside: bool) -> bool:
