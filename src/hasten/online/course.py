@@ -32,10 +32,7 @@ _INTERACTIONS = {
     ("precision", "matmul_precision"): (0.0, 0.1),
     ("precision", "channels_last"): (0.0, 0.12),
     ("precision", "allocator"): (0.0, 0.12),
-    ("precision", "attention"): (
-        0.0,
-        0.2,
-    ),  # its kernels differ by dtype: by hand it may lose alone and win beside bf16
+    ("precision", "attention"): (0.0, 0.2),  # kernels differ by dtype: by hand may lose alone and win beside bf16
     ("matmul_precision", "attention"): (0.0, 0.2),
     ("compile", "precision"): (0.0, 0.12),
     ("compile", "channels_last"): (0.0, 0.12),

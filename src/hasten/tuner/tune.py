@@ -220,9 +220,8 @@ class _Tune:
             self._search_apart("it came to its end, or trained elsewhere, before it could be measured")
 
     def _search_apart(self, why: str) -> None:
-        self.notes.append(
-            f"each set of techniques was measured in a separate process, not in blocks of one running process: {why}"
-        )
+        apart = "each set of techniques was measured in a separate process, not in blocks of one running process"
+        self.notes.append(f"{apart}: {why}")
         self.say(f"measuring in separate processes: {why}")
         steps = steps_of(self.length, self.baseline.timing)
         until, trial = self._search_end(), self.baseline.trial
