@@ -303,7 +303,8 @@ def test_a_later_call_with_the_same_techniques_adds_to_the_first(capfd: Any) -> 
         with torch.autocast("cpu", torch.bfloat16):
             cast = F.linear(inputs, model.weight, model.bias).float()
         assert torch.equal(model(inputs), cast)
-    assert capfd.readouterr().err == ""
+    told = [line for line in capfd.readouterr().err.splitlines() if "this CPU has no instructions for it" not in line]
+    assert told == []
 
 
 def test_a_later_call_with_other_techniques_ends_the_first_and_says_so(capfd: Any) -> None:

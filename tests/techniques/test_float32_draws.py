@@ -124,3 +124,44 @@ def test_a_script_that_casts_by_itself_draws_in_its_backward_what_its_forward_dr
     plain, changed = train(script), train(script, precision="bf16-mixed")
     assert plain.code == changed.code == 0, changed.err
     assert identical(plain.left, changed.left)
+
+
+def test_compiled_forwards_draw_what_float32_draws(train: Train) -> None:
+    script = """
+        import torch
+        from torch import nn
+        from torch.distributions import Normal
+        from torch.nn import functional as F
+
+        compiler = torch.compile
+        torch.compile = lambda f, **_: compiler(f, backend="aot_eager")  # what a kernel is does not matter here
+        torch.manual_seed(0)
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(4, 9), nn.Linear(9, 1)
+                self.register_buffer("noise", torch.zeros(8, 16, 9))
+            def forward(self, x):
+                h = self.first(x)
+                draws = [torch.randn_like(h), torch.rand_like(h), torch.rand(h.shape, dtype=h.dtype)]
+                draws += [torch.empty_like(h).normal_(), torch.empty_like(h).bernoulli_(0.5)]
+                draws += [torch.normal(torch.zeros_like(h), torch.ones_like(h))]
+                draws += [torch.bernoulli(torch.full_like(h, 0.5)), Normal(torch.zeros_like(h), 1.0).sample()]
+                noise = torch.stack([draw.float() for draw in draws])
+                self.noise.copy_(noise)
+                return self.last(torch.tanh(h * noise.sum(0)))
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        noises = []
+        for _ in range(5):
+            loss = model(torch.ones(16, 4)).pow(2).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            noises.append(model.noise.clone())
+        torch.save({"noise": torch.stack(noises), "random": torch.get_rng_state(),
+                    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}, "left.pt")
+    """
+    plain, changed = train(script), train(script, precision="bf16-mixed", compile="default")
+    assert plain.code == changed.code == 0, changed.err
+    assert changed.left["graphs"] > 0
+    assert identical(plain.left["random"], changed.left["random"])
+    assert identical(plain.left["noise"].bfloat16(), changed.left["noise"].bfloat16())

@@ -88,10 +88,8 @@ def _in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     from hasten.data.making_samples import is_making_samples
 
-    is_compiling = torch.compiler.is_compiling
-
     def draw_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _depths or not _as_float32(self.dtype) or is_compiling() or is_making_samples():
+        if not _depths or not _as_float32(self.dtype) or is_making_samples():
             return plain(self, *args, **kwargs)
         wide = [argument.float() if isinstance(argument, torch.Tensor) else argument for argument in args]
         float32_draw = torch.empty_like(self, dtype=torch.float32, requires_grad=False)
@@ -105,11 +103,10 @@ def _like(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     from hasten.data.making_samples import is_making_samples
 
-    is_compiling = torch.compiler.is_compiling
     typed = {} if plain.__name__ in _UNTYPED else {"dtype": torch.float32}
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        if not _depths or is_compiling() or kwargs.get("out") is not None or is_making_samples():
+        if not _depths or kwargs.get("out") is not None or is_making_samples():
             return plain(*args, **kwargs)
         dtype_given = kwargs.get("dtype") or next((a.dtype for a in args if isinstance(a, torch.Tensor)), None)
         dtype = dtype_given or torch.get_default_dtype()

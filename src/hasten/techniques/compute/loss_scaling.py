@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.techniques.base import Call
+from hasten.techniques.compute.finite_buffers import FiniteBuffers
 from hasten.techniques.compute.gradient_reads import GradientReads
 from hasten.techniques.gradient_access import own_function
 
@@ -29,6 +30,7 @@ class LossScaler:
         scale: What a loss is multiplied by.
         stop_reason: Why nothing is scaled any more; "" while it is.
         paused: Whether nothing is scaled for now, so that no step can have overflowed.
+        buffers: What keeps overflows of a forward out of the models' buffers; asked before each forward in fp16.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LossScaler:
         self._forwards = 0  # training forwards since the last backward
         self._read = False  # whether the script has read gradients of a backward before their step
         self.reads = GradientReads(self._show)
+        self.buffers = FiniteBuffers()
         self._in_flight = True  # whether the next backward may go through a graph in fp16
 
     def leave(self, why: str) -> None:
@@ -174,6 +177,7 @@ class LossScaler:
             return
         overflows = int(self._overflows.item())
         if overflows > self._adapted:
+            self.buffers.restore()
             self._adapt(overflows)
             self._dropped()
         if nothing_left:  # they are gone with their gradients: a step that comes is not made of them
@@ -220,14 +224,27 @@ class LossScaler:
         """An optimizer was built: overflows before that are none of its own."""
         self._answered[optimizer] = self._adapted
 
+    def _read_counts(self) -> tuple[int, int]:
+        """Return how many backwards overflowed so far, and a number above 0 if buffers are not finite."""
+        import torch
+
+        spoilt = list(self.buffers.overflows())
+        if self._overflows is None:
+            return 0, sum(int(count.item()) for count in spoilt)
+        overflows, *rest = torch.cat([self._overflows, *(count.to(self._overflows) for count in spoilt)]).tolist()
+        return int(overflows), int(sum(rest))
+
     def may_step(self, optimizer: Any) -> bool:
         """Whether no backward overflowed since this optimizer last asked; adapts the scale.
 
-        Reads one number from the device, as GradScaler does.
+        Reads from the device once, as GradScaler does.
         """
         self._unasked = 0
         self.reads.settle()
-        overflows = 0 if self._overflows is None else int(self._overflows.item())
+        overflows, spoilt = self._read_counts()
+        if spoilt:
+            self.buffers.restore()
+        self.buffers.settle()
         if overflows > self._adapted:
             self._adapt(overflows)
         else:

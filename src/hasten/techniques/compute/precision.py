@@ -15,6 +15,7 @@ from hasten.plan import Setting
 from hasten.techniques import gradient_access
 from hasten.techniques.base import Call, Choices, Effect, Liveness, Refusal, Resource, Technique
 from hasten.techniques.compute.loss_scaling import LossScaler
+from hasten.techniques.compute.narrow_kernels import missing_kernel
 from hasten.techniques.compute.scaled_steps import guard
 from hasten.techniques.compute.true_precision import convert, in_dtype, new_tensors_in
 from hasten.techniques.float32_draws import Float32Draws
@@ -50,17 +51,18 @@ _TRUE = {"bf16-true": "bfloat16", "16-true": "float16", "64-true": "float64"}
 class Precision(Technique):
     """Compute in another floating-point type than float32.
 
-    "bf16-mixed" and "16-mixed" run the forward of outermost modules (under the Trainer the whole step, loss
-    included) under autocast, and hand outputs back in float32; parameters stay float32, and random numbers those of
-    float32. "bf16-mixed" needs nothing else. "16-mixed" scales the loss so that small gradients survive fp16,
-    unscales them right after the backward, and skips a step whose gradients overflowed, which it says. It goes back
-    to float32, with the reason, where something sees gradients inside the backward (hooks, `retain_grad`, autograd
-    functions of the script) or takes them in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that
-    differentiates more than once a step), where tensors get gradients that no optimizer of torch's steps, and where
-    numbers overflow with no scale at all. Whoever reads `.grad` between an overflow and its step finds zeros in place
-    of what is not finite (a clip's norm is that of the rest); where it is the script itself, which may keep what it
-    reads, that is once, and it is float32 from there on. A forward that cannot take 16 bits (it writes into float32
-    by an index, or asks for a NumPy array) ends in torch's error, with a note, and later ones are in float32.
+    "bf16-mixed" and "16-mixed" run the forward of outermost modules (under the Trainer the whole step, loss included)
+    under autocast, and hand outputs back in float32; parameters stay float32, and random numbers those of float32.
+    "bf16-mixed" needs nothing else. "16-mixed" scales the loss so that small gradients survive fp16, unscales them
+    right after the backward, and skips a step whose gradients overflowed, which it says. Buffers that overflowed
+    (BatchNorm's statistics) get their values from before the step. It goes back to float32, with the reason, where
+    something sees gradients inside the backward (hooks, `retain_grad`, autograd functions of the script) or takes them
+    in a way of its own (`torch.autograd.grad`, a GradScaler, an optimizer that differentiates more than once a step),
+    where tensors get gradients that no optimizer of torch's steps, and where numbers overflow with no scale at all.
+    Whoever reads `.grad` between an overflow and its step finds zeros in place of what is not finite (a clip's norm is
+    that of the rest); where it is the script itself, which may keep what it reads, that is once, and it is float32 from
+    there on. A forward that cannot take 16 bits (it writes into float32 by an index, or asks for a NumPy array) ends in
+    torch's error, with a note, and later ones are in float32.
 
     "bf16-true", "16-true" and "64-true" are for the Trainer: they convert the model itself, cast floating-point
     inputs, and let tensors made in the forward be of that type too; outputs stay in it, and random numbers are those of
@@ -247,6 +249,9 @@ class Precision(Technique):
                 kind = device_to_cast(module, torch)
                 if kind == "meta":  # a stage of a pipeline without parameters of its own: where its batches are
                     kind = _first_device(args) or kind
+                if kind == "cpu" and (why := missing_kernel(module, dtype)):
+                    self.refused(why)
+                    kind = ""
                 kinds[module] = kind
                 if kind:
                     self.did("model")
@@ -255,6 +260,8 @@ class Precision(Technique):
             if enabled(kind):  # the script's own: its outputs and draws are in 16 bits already
                 self._under_autocast(kind)
                 return call(module, args, kwargs)
+            if scaler is not None and module.training:
+                scaler.buffers.before_forward(module)
             try:
                 with contexts[kind], wide:
                     output = call(module, args, kwargs)
@@ -262,8 +269,11 @@ class Precision(Technique):
                 self._not_taken(error, str(dtype).removeprefix("torch."))
                 raise
             output = map_tensors(widen, output, in_place=True)  # the model may keep what holds them
-            if scaler is not None and module.training and grad_enabled() and scaler.looked_for():
-                self._look_at(output)
+            if scaler is not None and module.training:
+                if not grad_enabled():
+                    self._look_at_buffers(scaler)
+                elif scaler.looked_for():
+                    self._look_at(output, scaler)
             return output
 
         return mixed
@@ -293,10 +303,16 @@ class Precision(Technique):
         else:
             self._leave(self._stop_reason)
 
-    def _look_at(self, output: Any) -> None:
+    def _look_at(self, output: Any, scaler: LossScaler) -> None:
         """Training forwards that no backward follows: a script may leave out steps whose loss is not finite."""
         if not all(bool(tensor.isfinite().all()) for tensor in tensors_in(output)):
+            scaler.buffers.restore()
             self._leave("numbers overflow in fp16 in the forward, and no backward follows")
+
+    def _look_at_buffers(self, scaler: LossScaler) -> None:
+        """Training forwards without a graph, which a script may run to renew BatchNorm's statistics."""
+        if scaler.buffers.restore():
+            self._leave("numbers overflow in fp16 in a forward without gradients, and the model keeps statistics of it")
 
     def _under_autocast(self, kind: str) -> None:
         self._scripts_own = True

@@ -1,0 +1,60 @@
+"""Buffers that a forward updates stay finite where it overflows in fp16."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.techniques.conftest import Train, close
+
+NORMED = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 3))
+    model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    validations = []
+    for number in range(12):
+        x, y = torch.randn(8, 2, 8), torch.randint(0, 3, (8,))
+        if number in BIG:
+            x[:, :, 4] *= 1e7  # infinite in fp16
+        STEP
+        model.eval()
+        with torch.no_grad(): validations.append(model(torch.ones(1, 2, 8)).tolist())
+        model.train()
+    torch.save({"validations": validations, "model": model.state_dict()}, "left.pt")
+"""
+NORMED_STEPS = {
+    "a step": "loss = nn.functional.cross_entropy(model(x), y)\n"
+    "        optimizer.zero_grad(); loss.backward(); optimizer.step()",
+    "accumulated": "loss = nn.functional.cross_entropy(model(x), y); (loss / 3).backward()\n"
+    "        if number % 3 == 2: optimizer.step(); optimizer.zero_grad()",
+    "left out": "loss = nn.functional.cross_entropy(model(x), y)\n"
+    "        if not loss.isfinite(): continue\n        optimizer.zero_grad(); loss.backward(); optimizer.step()",
+    "beside the loss": "loss = nn.functional.cross_entropy(model(x).detach() + model[3].bias, y)\n"
+    "        loss = loss.nan_to_num(0.0)\n        optimizer.zero_grad(); loss.backward(); optimizer.step()",
+    "statistics renewed": "with torch.no_grad(): model(x)",
+}
+
+
+@pytest.mark.parametrize("case", NORMED_STEPS)
+def test_an_overflow_of_a_forward_leaves_running_statistics_finite(train: Train, case: str) -> None:
+    script = NORMED.replace("STEP", NORMED_STEPS[case])
+    changed = train(script.replace("BIG", "(4, 7)"), precision="16-mixed")
+    assert changed.code == 0, changed.err
+    assert "buffers overflowed in fp16; they are as before the step" in changed.err
+    statistics = [changed.left["model"][f"1.running_{name}"] for name in ("mean", "var")]
+    assert all(one.isfinite().all() for one in statistics)
+    assert changed.left["model"]["mask"].tolist() == [0.0, -math.inf]
+    assert all(map(math.isfinite, changed.left["validations"][-1][0]))
+
+
+def test_running_statistics_without_an_overflow_are_those_of_fp16_alone(train: Train) -> None:
+    script = NORMED.replace("STEP", NORMED_STEPS["a step"]).replace("BIG", "()")
+    plain, changed = train(script), train(script, precision="16-mixed")
+    assert plain.code == changed.code == 0, changed.err
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert close(plain.left["model"][name], changed.left["model"][name], 5e-3)
