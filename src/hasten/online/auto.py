@@ -2,12 +2,13 @@
 
 The first few steps run unchanged, and show which techniques may help. Then the search of `hasten tune` runs on the
 steps and passes of the training itself: no step is repeated or thrown away. The chosen techniques stay on, and now and
-then a pair of blocks checks that they still help. Every switch is written to a schedule before it is made, for
-`--replay`.
+then a pair of blocks checks that they still help, or whether another set is faster. Every switch is written to a
+schedule before it is made, for `--replay`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -26,6 +27,7 @@ from hasten.online.blocks import BlockRequest
 from hasten.online.course import Course
 from hasten.online.driver import Driver
 from hasten.online.eligibility import candidates, now_left_alone, seconds_of_step, steps_known, too_large, too_short
+from hasten.online.looks import Looks
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
 from hasten.online.record import Event, MeasuredBlock
@@ -45,7 +47,6 @@ _SHARE = 0.2  # of a training of known length: the most that the search may take
 _BLOCKS = 60  # of a search that has all its time
 _LEAST_BLOCK, _MOST_BLOCK = 0.1, 0.5  # seconds
 _GLANCE = 64  # steps between two reads of the loss while nothing is measured
-_LONGEST = 64  # the interval between two looks doubles up to this factor while they confirm the choice
 _APART = 100  # lengths of a block between two looks: about a hundredth of the training runs without the techniques
 
 
@@ -271,12 +272,11 @@ class Auto:
             self._watched |= untested
 
     def _all_requests(self, course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
-        """Request the search's blocks; then keep the chosen set on, and compare it now and then."""
+        """Request the search's blocks; then keep the chosen set on, and compare it with others now and then."""
         yield from search(course, options)
         if not _never_on(course):
             yield from play_off(course, options, self)
-        plain: frozenset[int] = frozenset()
-        turn, apart, compiled = 0, 1, False
+        looks, compiled = Looks(course, functools.partial(self._interval, course)), False
         while True:
             chosen, self._untried = course.chosen(), _never_on(course)
             self._settle(course, chosen)
@@ -286,18 +286,20 @@ class Auto:
                 continue
             if not chosen and not self._untried:
                 return
-            on, reference = chosen | self._untried, chosen if self._untried else plain
-            yield from self._wait_for_next_look(course, on, apart)
-            for on_set in (on, reference)[:: -1 if turn % 2 else 1]:
-                yield from request_block(course, BlockRequest(on_set, "look"))
-            turn += 1
-            apart = min(_LONGEST, 2 * apart) if course.chosen() == chosen else 1
+            look = looks.next(chosen, self._untried, self._recorder.steps)
+            yield from self._wait_until(look.step, chosen | self._untried)
+            for on in look.pair:
+                yield from request_block(course, BlockRequest(on, "look"))
+            looks.compared()
 
-    def _wait_for_next_look(self, course: Course, on: frozenset[int], times: int) -> BlockRequests:
-        """Keep these on until the next look, without measuring and with the recorder mostly at rest."""
+    def _interval(self, course: Course, on: frozenset[int]) -> int:
+        """Return the steps between two looks."""
         pace = math.exp(course.posterior.level + course.posterior.gain(on)[0])
-        apart = max(self._options.look_every, int(_APART * self._block_seconds / pace))
-        self._next_look = self._recorder.steps + times * apart
+        return max(self._options.look_every, int(_APART * self._block_seconds / pace))
+
+    def _wait_until(self, step: int, on: frozenset[int]) -> BlockRequests:
+        """Keep these on until the next look, without measuring and with the recorder mostly at rest."""
+        self._next_look = step
         self._between_looks = True
         self._recorder.may_rest = self._process.together is None  # ranks must count the same steps, so none may rest
         yield BlockRequest(on, "stay")

@@ -13,9 +13,10 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
+from hasten.online.interactions import covariances_of, pairs_of, rows_of
 from hasten.online.options import Candidate
 from hasten.online.posterior import CandidateEstimate, Posterior
-from hasten.online.prior import Prior, pair_key
+from hasten.online.prior import Prior
 from hasten.techniques import CATALOGUE, Effect, Liveness
 
 _LEAST_SURE = {Effect.EXACT: 0.6, Effect.ROUNDING: 0.7, Effect.SAMPLING: 0.95, Effect.TRAJECTORY: 0.95}
@@ -23,29 +24,13 @@ _SURE_TOGETHER = 0.95
 _HARMS = 0.5  # probability of helping below which a technique leaves even the fastest set
 _WORTH = 0.004  # of log(seconds per step): less is not worth a line in a plan
 _SETTLED = 0.97  # a technique this sure to help, or not to, is measured no more
-# Techniques that relieve the same part of the step, or of which one feeds the other: their effects do not add up.
-_INTERACTIONS = {
-    ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
-    ("loader_workers", "sample_cache"): (0.0, 0.15),
-    ("loader_workers", "read_ahead"): (0.0, 0.15),  # workers make whole samples: nothing is left to read ahead
-    ("read_ahead", "sample_cache"): (0.0, 0.15),
-    ("precision", "matmul_precision"): (0.0, 0.1),
-    ("precision", "channels_last"): (0.0, 0.12),
-    ("precision", "allocator"): (0.0, 0.12),
-    ("precision", "attention"): (0.0, 0.2),  # kernels differ by dtype: by hand may lose alone and win beside bf16
-    ("matmul_precision", "attention"): (0.0, 0.2),
-    ("compile", "precision"): (0.0, 0.12),
-    ("compile", "channels_last"): (0.0, 0.12),
-    ("compile", "attention"): (0.0, 0.12),
-    ("compile", "cpu_threads"): (0.0, 0.12),
-}
-"""Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
 AS_GOOD = 0.015  # of log(seconds per step): sets this close count as equally fast
 _AGREES = 0.5  # of an earlier tune's standard deviation: new blocks may move its mean this far and still agree with it
 _FINE = 0.02  # of log(seconds per step): a standard deviation at which an earlier estimate need not be measured again
 _NO_DOUBT = 1e-3
 _OF_ITS_OWN = 0.5  # of the prior's standard deviation: above it, a candidate's effect may really be that of others
 _LEAST_BLOCKS = 2  # on and off, before a candidate is settled
+_DRAWS = 8  # of sets that all equal the chosen one, after which it has no rival
 _LATEST = 8  # blocks from which the duration of the next is estimated
 
 
@@ -73,7 +58,7 @@ class Course:
     ) -> None:
         self.candidates = list(candidates)
         priors = [(candidate.mean, candidate.spread) for candidate in candidates]
-        self.posterior = Posterior(priors, _pairs(candidates, prior), _covariances(candidates, prior))
+        self.posterior = Posterior(priors, pairs_of(candidates, prior), covariances_of(candidates, prior))
         on_validation = [candidate.validation for candidate in candidates]
         self.validation = Posterior([own or step for own, step in zip(on_validation, priors, strict=True)])
         self._validation_share = validation_share
@@ -233,6 +218,26 @@ class Course:
         """Make this set, which ran faster than the other finalists, the chosen one."""
         self._settled = on
 
+    def rival(self) -> frozenset[int] | None:
+        """Return a set that may be faster than the chosen one, by random draws; None if that is not in doubt.
+
+        It differs in techniques that can be switched between two steps. A set with compiled kernels has no rivals, as
+        kernels are compiled for one set.
+        """
+        chosen, by_step = self.chosen(), self.with_liveness(Liveness.STEP)
+        if chosen & self._last or not self.doubtful():
+            return None
+        draws = ((self.draw_set() & by_step) | (chosen - by_step) for _ in range(_DRAWS))
+        return next((drawn for drawn in draws if drawn != chosen), None)
+
+    def prefer(self, on: frozenset[int]) -> None:
+        """Settle on a measured set in place of the chosen one, if it surely is faster."""
+        chosen = self.chosen()
+        if self.posterior.better(on, chosen) < _SURE_TOGETHER or on & set(self.dropped):
+            return
+        if self.posterior.gain(on)[0] <= self.posterior.gain(chosen)[0] - _WORTH:
+            self.settle(on)
+
     def reopen(self) -> None:
         """Forget the settled set: the search goes on."""
         self._settled = None
@@ -332,7 +337,7 @@ class Course:
         ran = {i for block in self.posterior.blocks for i in block.on}
         is_measured = [i in ran or candidate.known is not None for i, candidate in enumerate(self.candidates)]
         is_measured += [is_measured[i] and is_measured[j] for i, j in self.posterior.pairs]
-        rows = _rows(self.candidates, self.posterior.pairs)
+        rows = rows_of(self.candidates, self.posterior.pairs)
         prior = Prior(tuple(rows), tuple(self.posterior.means()), tuple(map(tuple, self.posterior.covariance())))
         return prior.only([row for row, measured in zip(rows, is_measured, strict=True) if measured])
 
@@ -354,42 +359,6 @@ class Course:
         if estimate.spread < _FINE or estimate.helps < 1 - _LEAST_SURE[Effect.ROUNDING]:
             return True
         return self._is_sure(index, estimate)
-
-
-def _pairs(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return the pairs of candidates that may interact, with the prior (mean, deviation) of each interaction."""
-    pairs = {
-        (i, j): _INTERACTIONS[first.name, second.name]
-        for i, first in enumerate(candidates)
-        for j, second in enumerate(candidates)
-        if (first.name, second.name) in _INTERACTIONS
-    }
-    if prior is not None:
-        for pair, name in zip(pairs, _rows(candidates, pairs)[len(candidates) :], strict=True):
-            if name in prior.rows:
-                row = prior.rows.index(name)
-                pairs[pair] = prior.mean[row], prior.spread(row)
-    return pairs
-
-
-def _covariances(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], float]:
-    """Return the covariance of the effects of candidates and pairs that an earlier tune left; {} without one."""
-    if prior is None:
-        return {}
-    rows = _rows(candidates, _pairs(candidates, None))
-    rows_in_prior = {number: prior.rows.index(name) for number, name in enumerate(rows) if name in prior.rows}
-    return {
-        (i, j): prior.covariance[rows_in_prior[i]][rows_in_prior[j]]
-        for i in rows_in_prior
-        for j in rows_in_prior
-        if i != j
-    }
-
-
-def _rows(candidates: Sequence[Candidate], pairs: Iterable[tuple[int, int]]) -> list[str]:
-    """Return the names of the effects: of the candidates, then of the pairs."""
-    names = [candidate.key for candidate in candidates]
-    return [*names, *(pair_key(names[i], names[j]) for i, j in pairs)]
 
 
 def _mixed(step: CandidateEstimate, validation: CandidateEstimate, share: float) -> CandidateEstimate:

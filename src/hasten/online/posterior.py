@@ -170,8 +170,11 @@ class Posterior:
         return mean, math.sqrt(max(0.0, variance))
 
     def better(self, on: Collection[int], than: Collection[int]) -> float:
-        """Return the probability that steps are faster with `on` than with `than`, a subset of it."""
-        mean, variance = self._sum(set(self._rows(on)) - set(self._rows(than)))
+        """Return the probability that steps are faster with `on` than with `than`."""
+        state, rows, other_rows = self._state, set(self._rows(on)), set(self._rows(than))
+        signs = {row: 1 if row in rows else -1 for row in rows ^ other_rows}
+        mean = sum(sign * state.mean[i] for i, sign in signs.items())
+        variance = sum(signs[i] * signs[j] * state.cov[i][j] for i in signs for j in signs)
         return 0.5 * math.erfc(mean / math.sqrt(2 * max(1e-12, variance)))
 
     def means(self) -> list[float]:
