@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hasten.check.difference import measure_difference
 from hasten.check.track import Moment, Track
-from hasten.check.witness import measure_difference
 
 INF, NAN = float("inf"), float("nan")
 
@@ -19,6 +19,15 @@ def test_a_tensor_is_as_far_as_its_numbers_are() -> None:
     # Of a step what counts is how far it went: from (3, 0) to (3, 4), and not at all.
     assert measure_difference(mine, plain, mine, mine) == pytest.approx((4.0, 4.0, -1.0, 5.0))
     assert measure_difference(plain, plain) == pytest.approx((0.0, 5.0, 0.0, 5.0))
+
+
+def test_elements_that_something_else_explains_do_not_count() -> None:
+    """As where a gradient of almost zero has the other sign, so that Adam's first step goes the other way."""
+    mine, plain, start = torch.tensor([1.0, -1.0]), torch.tensor([1.0, 1.0]), torch.zeros(2)
+    assert measure_difference(mine, plain, start, start)[0] == pytest.approx(2.0)
+    turned = torch.tensor([False, True])
+    assert measure_difference(mine, plain, start, start, turned) == pytest.approx((0.0, 2**0.5, 0.0, 2**0.5))
+    assert measure_difference(mine, plain, start, start, ~turned)[0] == pytest.approx(2.0)
 
 
 def test_what_is_not_finite_in_both_takes_no_part() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hasten.check.judge import SINGLE, TIMES, Difference, RunComparison, judge_run, roundoff_of
+from hasten.check.judge import MOST_SINGLE, SINGLE, TIMES, Difference, RunComparison, judge_run, roundoff_of
 from hasten.check.options import FOLLOWS, RECORDS, WitnessOptions
 from hasten.errors import HastenError, script_fails
 from hasten.plan import Setting
@@ -225,7 +225,7 @@ class Runs:
             return judge_run(plan, level, result, [])
         roundoff = max(reference.roundoff, roundoff_of(plan))
         weak, strong = self.noise(reference, roundoff), []
-        if in_doubt and roundoff <= SINGLE:
+        if in_doubt and roundoff <= MOST_SINGLE:
             strong = self.noise(reference, roundoff, self._in_doubt, TIMES)
         elif in_doubt:  # with 16-bit errors flips are common: more runs of the same noise show them
             weak = self.noise(reference, roundoff, NOISES + self._in_doubt)

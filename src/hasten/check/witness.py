@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import pickle
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from hasten.check import state
+from hasten.check.difference import difference_in_words, measure_difference
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.track import Moment, Track
 from hasten.data import rng
@@ -270,7 +270,7 @@ class Witness:
                 )
             difference = "other bits"
             if moment.values is not None and (values := self.track.values()) is not None:
-                difference = _difference_in_words(measure_difference(moment.values[name], values[name]))
+                difference = difference_in_words(measure_difference(moment.values[name], values[name]))
             self._note_difference(moment.place, name, difference)
 
     def _measure(self, moment: Moment, recorded_values: dict[str, torch.Tensor]) -> None:
@@ -281,7 +281,8 @@ class Witness:
                 self._note_difference(moment.place, name, "there only as it is")
             plain_before = self._reference_before(name, recorded_values)
             plan_before = None if plain_before is None else plan_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
-            apart[name] = measure_difference(plan_values[name], plain_value, plan_before, plain_before)
+            explained = None if plain_before is None else self._turned(name, plan_values, recorded_values)
+            apart[name] = measure_difference(plan_values[name], plain_value, plan_before, plain_before, explained)
         if extra := next((name for name in plan_values if name not in recorded_values), None):
             self._note_difference(moment.place, extra, "there only under the plan")
         self.measured.append({"kind": moment.kind, "place": moment.place, "apart": apart})
@@ -292,6 +293,21 @@ class Witness:
         if not name.startswith(f"{state.WEIGHT}: "):
             return None
         return recorded_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
+
+    @staticmethod
+    def _turned(
+        name: str, plan_values: dict[str, torch.Tensor], recorded_values: dict[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return where the gradient of this weight has the other sign; None if there is none to compare.
+
+        Adam's first steps go by a gradient's sign. So where it is almost zero, rounding may turn a whole step around:
+        such elements are judged by their gradients alone.
+        """
+        gradient = name.replace(state.WEIGHT, state.GRADIENT, 1)
+        plan, plain = plan_values.get(gradient), recorded_values.get(gradient)
+        if plan is None or plain is None or plan.shape != plain.shape or plan.is_sparse or plain.is_sparse:
+            return None
+        return plan.sign() != plain.sign()
 
     def _go_on_from(self, recorded_values: dict[str, torch.Tensor]) -> None:
         """Take over the track's weights, buffers and optimizer state, so that the next step is judged by itself."""
@@ -323,53 +339,6 @@ class Witness:
     @staticmethod
     def _cpu_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: state.cpu_copy(value) for name, value in tensors.items()}
-
-
-def measure_difference(
-    plan: torch.Tensor,
-    plain: torch.Tensor,
-    plan_start: torch.Tensor | None = None,
-    plain_start: torch.Tensor | None = None,
-) -> tuple[float, float, float, float]:
-    """Return how far two tensors are apart. With `plain_start`, compare their changes since then.
-
-    Returns:
-        The norm of the difference; the norm of the plain side; the relative excess of the plan's side in the plain
-        side's direction (-0.1 for 0.9 of a gradient); the norm of the whole plain tensor.
-    """
-    if plan.shape != plain.shape:
-        return float("inf"), 0.0, float("inf"), 0.0
-    a, b = _flat_float64(plan), _flat_float64(plain)
-    whole_norm = norm = float(b.norm())
-    if not math.isfinite(whole_norm):
-        whole_norm = float(torch.nan_to_num(b, 0.0, 0.0, 0.0).norm())
-    if plain_start is not None and plan_start is not None:
-        a, b = a - _flat_float64(plan_start), b - _flat_float64(plain_start)
-        norm = float(b.norm())
-    difference = a - b
-    difference_norm = float(difference.norm())
-    if not math.isfinite(difference_norm + norm):  # an element is not finite, or its square overflows
-        finite = torch.isfinite(b)
-        if not torch.equal(torch.isfinite(a), finite):
-            return float("inf"), whole_norm, float("inf"), whole_norm
-        b, difference = b[finite], (a - b)[finite]
-        difference_norm, norm = float(difference.norm()), float(b.norm())
-    along = float(difference @ b) / norm**2 if norm > 0 else 0.0
-    return difference_norm, norm, along, whole_norm
-
-
-def _flat_float64(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.to(torch.float64).reshape(-1)
-
-
-def _difference_in_words(apart: tuple[float, float, float, float]) -> str:
-    difference, size, _, _ = apart
-    if size > 0:
-        return f"differs by {difference / size:.2g} of its size"
-    return f"differs by {difference:.2g}"
 
 
 def _samples(number: int, leaf: Any) -> dict[str, str]:

@@ -133,7 +133,7 @@ class Technique:
 
     @classmethod
     def roundoff(cls, setting: Setting) -> float:
-        """Return the relative rounding error of the narrowest dtype that it computes in (float32: 2^-23)."""
+        """Return the relative error of its sums: that of the narrowest dtype that it computes in (float32: 2^-23)."""
         return 2.0**-23
 
     @classmethod

@@ -35,6 +35,14 @@ class ChannelsLast(Technique):
     liveness = Liveness.STEP
 
     @classmethod
+    def roundoff(cls, setting: Setting) -> float:
+        """Return 8 units of float32's last place: on a CPU, BatchNorm adds a channel's values one after the other.
+
+        In the other layout it adds rows first, and the rows' sums then, which rounds less.
+        """
+        return 2.0**-20
+
+    @classmethod
     def settings(cls, evidence: Evidence) -> Choices | Refusal:
         """Propose it for models that have 2-D convolutions and take a 4-D tensor."""
         models = [model for model in evidence.models if {"Conv2d", "ConvTranspose2d"} & set(model.layers)]
