@@ -76,3 +76,44 @@ def test_worth_trying(cores: int, threads: int, device: str, expected: Any) -> N
 def test_more_threads_than_cores_are_useless() -> None:
     assert "5 threads on 4 cores" in CATALOGUE["cpu_threads"].useless(5, CPU)
     assert CATALOGUE["cpu_threads"].useless(4, CPU) == ""
+
+
+def test_in_a_fork_of_a_process_with_threads_the_number_is_not_raised(tmp_path: Path) -> None:
+    """OpenMP would wait for the parent's threads: a training that a plan had computing on them hung for ever."""
+    (tmp_path / "train.py").write_text(FORKS)
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "fork: 1 thread\nparent: 2 threads\n"), done.stderr
+
+
+FORKS = """
+import os, torch
+import hasten
+from hasten.errors import HastenError
+from hasten.techniques.compute.cpu_threads import CpuThreads
+
+weight = torch.randn(600, 600)
+weight @ weight  # starts OpenMP's threads
+child = os.fork()
+if not child:
+    torch.set_num_threads(1)
+    technique = CpuThreads(2)
+    technique.process()
+    assert list(technique.acted) == ["left alone: this process is a fork of one that computed on several threads: "
+                                     "more threads than now would hang"]
+    try:
+        technique.on()
+        os._exit(1)
+    except HastenError:
+        pass
+    weight @ weight
+    print("fork:", torch.get_num_threads(), "thread", flush=True)
+    os._exit(0)
+assert not os.waitpid(child, 0)[1]
+torch.set_num_threads(1)
+CpuThreads(2).process()
+weight @ weight
+print("parent:", torch.get_num_threads(), "threads")
+"""

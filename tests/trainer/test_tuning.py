@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from hasten.plan import Plan
 from hasten.techniques import CATALOGUE
 from hasten.techniques.base import Choices, Effect, Liveness, Resource, Technique
 from hasten.trainer.tuning import Tuning
-from tests.fork_here import fork_here
 from tests.taps.forks import launched
-from tests.taps.scripts import PYTHON
+from tests.taps.scripts import PYTHON, environment
 from tests.trainer.trainings import Regression, loader, quiet
 
 
@@ -234,8 +234,14 @@ class Begin(hasten.callbacks.Callback):
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_a_fit_that_is_ended_goes_on_from_its_last_checkpoint(tmp_path: Path, by: signal.Signals) -> None:
-    """As one without "auto" would; Ctrl-C saves one as it ends."""
-    with fork_here(KILLED, folder=tmp_path) as process:
+    """As one without "auto" would; Ctrl-C saves one as it ends.
+
+    A process of its own, not a fork: the search tries two threads, and a fork may have none but its own.
+    """
+    pipe, env = subprocess.PIPE, environment(PYTHONPATH=str(Path(__file__).parents[2]))
+    with subprocess.Popen(
+        [PYTHON, "-c", KILLED], cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True
+    ) as process:
         assert process.stdout is not None
         last = 0
         for line in process.stdout:
