@@ -240,7 +240,14 @@ def test_a_fit_that_is_ended_goes_on_from_its_last_checkpoint(tmp_path: Path, by
     """
     pipe, env = subprocess.PIPE, environment(PYTHONPATH=str(Path(__file__).parents[2]))
     with subprocess.Popen(
-        [PYTHON, "-c", KILLED], cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True
+        [PYTHON, "-c", KILLED],
+        cwd=tmp_path,
+        env=env,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        # A shell's background jobs ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout is not None
         last = 0
