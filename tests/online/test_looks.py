@@ -118,3 +118,15 @@ def test_what_has_never_acted_is_compared_with_the_rest(clock: SimpleNamespace) 
     look = Looks(course, lambda on: EVERY).next(frozenset({3}), new, 70)
     assert look.step == 70 + EVERY
     assert set(look.pair) == {new | {3}, frozenset({3})}
+
+
+def test_a_rival_that_could_not_be_measured_is_not_preferred() -> None:
+    course = Course(CANDIDATES[:2])
+    for _ in range(6):
+        course.add_block(frozenset(), 0.01)
+        course.add_block({1}, 0.005)
+    course.settle(frozenset())
+    course.prefer(frozenset({0, 1}))
+    assert course.chosen() == frozenset()
+    course.prefer(frozenset({1}))
+    assert course.chosen() == {1}

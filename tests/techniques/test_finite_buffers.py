@@ -58,3 +58,28 @@ def test_running_statistics_without_an_overflow_are_those_of_fp16_alone(train: T
     assert plain.code == changed.code == 0, changed.err
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         assert close(plain.left["model"][name], changed.left["model"][name], 5e-3)
+
+
+def test_what_becomes_infinite_in_float32_is_left_as_it_is(train: Train) -> None:
+    """Once fp16 was given up: a buffer of the script's own may be meant to be infinite."""
+    step = "if number == 3: model[3].bias.register_hook(lambda gradient: gradient)\n        "
+    step += "if number == 8: model[1].running_mean[2] = float('inf')\n        "
+    script = NORMED.replace("STEP", step + NORMED_STEPS["a step"]).replace("BIG", "()")
+    changed = train(script, precision="16-mixed")
+    assert changed.code == 0, changed.err
+    assert "precision does not act from here on: a hook on a tensor sees gradients inside the backward" in changed.err
+    assert changed.left["model"]["1.running_mean"][2] == math.inf
+    assert "buffers overflowed" not in changed.err
+
+
+def test_a_forward_without_gradients_that_overflows_leaves_other_graphs_whole(train: Train) -> None:
+    """As in contrastive learning: a model's graph is there while another batch runs through it under no_grad."""
+    step = (
+        "out = model(x)\n        with torch.no_grad(): model(x * (1e7 if number == 5 else 1))\n"
+        "        loss = nn.functional.cross_entropy(out, y)\n"
+        "        optimizer.zero_grad(); loss.backward(); optimizer.step()"
+    )
+    changed = train(NORMED.replace("STEP", step).replace("BIG", "()"), precision="16-mixed")
+    assert changed.code == 0, changed.err
+    assert "overflow in fp16 in a forward without gradients" in changed.err
+    assert all(value.isfinite().all() for name, value in changed.left["model"].items() if name != "mask")

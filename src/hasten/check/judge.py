@@ -23,8 +23,8 @@ MOST_SINGLE = 2.0**-16
 """Roundoff up to which a technique computes in single precision, if in less careful sums; above it are 16-bit types."""
 
 # Calibrated on convolutional, recurrent and attention models under bf16, channels_last, fused optimizers and compile
-# (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise of its roundoff; planted defects are
-# from 10 times on.
+# (benchmarks/exactness.py): legitimate rounding stays below 3.1 times the noise of its roundoff, but for channels_last
+# on a CPU without AVX-512 (6.5 times, in `make demo`); planted defects are from 10 times on.
 TIMES, _TIMES_16_BITS = 9.0, 6.0
 # A tensor that noise moves by so much of its norm consists of rounding errors: the gradient of a bias before a
 # BatchNorm. Meaningful gradients move by at most 0.1 % in single precision, and by a fifth in 16 bits. A weight in

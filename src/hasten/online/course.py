@@ -231,9 +231,11 @@ class Course:
         return next((drawn for drawn in draws if drawn != chosen), None)
 
     def prefer(self, on: frozenset[int]) -> None:
-        """Settle on a measured set in place of the chosen one, if it surely is faster."""
+        """Settle on a set in place of the chosen one, if it was measured, and surely is faster."""
         chosen = self.chosen()
-        if self.posterior.better(on, chosen) < _SURE_TOGETHER or on & set(self.dropped):
+        if on & set(self.dropped) or all(block.on != on for block in self.posterior.blocks):
+            return  # a technique failed in its block, or something else was on in it
+        if self.posterior.better(on, chosen) < _SURE_TOGETHER:
             return
         if self.posterior.gain(on)[0] <= self.posterior.gain(chosen)[0] - _WORTH:
             self.settle(on)

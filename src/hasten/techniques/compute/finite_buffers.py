@@ -27,7 +27,7 @@ class _Kept:
         buffers: Those of them that were finite when they were first seen, and may change.
         copies: Their values at the start of the step.
         versions: Their version counters then.
-        settled: Whether the step is over, so that the next forward copies anew.
+        settled: Whether the step is over, so that the next forward copies again.
     """
 
     listed: list[Any]
@@ -71,9 +71,13 @@ class FiniteBuffers:
         kept.settled = False
 
     def settle(self) -> None:
-        """Note the end of a step: the next forward copies the buffers anew."""
+        """Note the end of a step: the next forward copies the buffers again."""
         for kept in self._kept.values():
             kept.settled = True
+
+    def forget(self) -> None:
+        """Watch no buffer any more: what becomes infinite from here on does so in float32, as without hasten."""
+        self._kept.clear()
 
     def overflows(self) -> Iterator[Any]:
         """Yield a number on each device, above 0 if a buffer there is not finite any more. Waits for no device."""
@@ -101,7 +105,8 @@ class FiniteBuffers:
         with torch.no_grad():
             for kept in self._kept.values():
                 for buffer, copy in zip(kept.buffers, kept.copies, strict=True):
-                    buffer.copy_(torch.where(buffer.isfinite(), buffer, copy))
+                    # `.data`: a graph of another forward may have saved the buffer, which it does not read in training.
+                    buffer.data.copy_(torch.where(buffer.isfinite(), buffer, copy))
         if not self._told:
             self._told = True
             messages.tell("hasten: precision: buffers overflowed in fp16; they are as before the step (said once)")

@@ -201,6 +201,7 @@ class LossScaler:
         """Go on from what `state_dict` gave, with no overflow that awaits its step."""
         self.scale, self._clean_steps = float(state["scale"]), int(state["clean_steps"])
         self._overflows, self._adapted = None, 0
+        self.buffers.settle()
         for optimizer in self._answered:
             self._answered[optimizer] = 0
         if state.get("gone"):
@@ -245,6 +246,8 @@ class LossScaler:
         if spoilt:
             self.buffers.restore()
         self.buffers.settle()
+        if self.stop_reason and not self._in_flight:
+            self.buffers.forget()
         if overflows > self._adapted:
             self._adapt(overflows)
         else:

@@ -24,11 +24,13 @@ def _runs_lstm(dtype: Any) -> bool:
     """Return whether an LSTM of one unit trains under autocast. Draws nothing, and calls no module that is watched."""
     import torch
 
-    cell = [torch.zeros(shape, requires_grad=True) for shape in ((4, 1), (4, 1), (4,), (4,))]
-    state = [torch.zeros(1, 1, 1) for _ in range(2)]
+    # Named, since a script may have set other defaults.
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    cell = [torch.zeros(shape, requires_grad=True, **options) for shape in ((4, 1), (4, 1), (4,), (4,))]
+    state = [torch.zeros(1, 1, 1, **options) for _ in range(2)]
     try:
         with torch.enable_grad(), torch.autocast("cpu", dtype, cache_enabled=False):
-            torch.lstm(torch.zeros(1, 1, 1), state, cell, True, 1, 0.0, True, False, False)
+            torch.lstm(torch.zeros(1, 1, 1, **options), state, cell, True, 1, 0.0, True, False, False)
     except RuntimeError:  # oneDNN: "could not create a primitive descriptor"
         return False
     return True
