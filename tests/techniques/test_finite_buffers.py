@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from hasten.plan import Setting
 from tests.techniques.conftest import Train, close
 
 NORMED = """
@@ -82,4 +83,25 @@ def test_a_forward_without_gradients_that_overflows_leaves_other_graphs_whole(tr
     changed = train(NORMED.replace("STEP", step).replace("BIG", "()"), precision="16-mixed")
     assert changed.code == 0, changed.err
     assert "overflow in fp16 in a forward without gradients" in changed.err
+    assert all(value.isfinite().all() for name, value in changed.left["model"].items() if name != "mask")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"channels_last": True, "fused_optimizer": True},
+        {"activation_checkpointing": "Block"},
+        {"activation_offload": 0},
+    ],
+    ids=lambda plan: "+".join(plan),
+)
+def test_statistics_stay_finite_beside_other_techniques(train: Train, beside: dict[str, Setting]) -> None:
+    script = NORMED.replace("STEP", NORMED_STEPS["a step"]).replace("BIG", "(6,)").replace("Conv1d", "Conv2d")
+    script = script.replace("BatchNorm1d", "BatchNorm2d").replace("2, 8)", "2, 8, 8)").replace("24, 3)", "144, 3)")
+    script = script.replace("nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)", "Block(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))")
+    start = "class Block(nn.Sequential): pass\n    torch.manual_seed(0)"
+    changed = train(script.replace("torch.manual_seed(0)", start), precision="16-mixed", **beside)
+    assert changed.code == 0, changed.err
+    assert "buffers overflowed in fp16" in changed.err
+    assert beside.keys() <= changed.installed.keys()
     assert all(value.isfinite().all() for name, value in changed.left["model"].items() if name != "mask")
