@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hasten.check.difference import measure_difference
+from hasten.check.difference import WeightStep, explained_by_gradient, measure_difference
 from hasten.check.track import Moment, Track
 
 INF, NAN = float("inf"), float("nan")
@@ -28,6 +28,20 @@ def test_elements_that_something_else_explains_do_not_count() -> None:
     turned = torch.tensor([False, True])
     assert measure_difference(mine, plain, start, start, turned) == pytest.approx((0.0, 2**0.5, 0.0, 2**0.5))
     assert measure_difference(mine, plain, start, start, ~turned)[0] == pytest.approx(2.0)
+
+
+def test_a_step_is_explained_by_a_gradient_that_differs_as_much() -> None:
+    """Adam's steps, of a rate of 1: five elements whose gradients differ by 0, 3 % (twice), and in sign (twice)."""
+    zero = torch.zeros(5)
+    plain_gradient, gradient = torch.tensor([1.0, 1, 1, 1e-6, 1]), torch.tensor([1.0, 1.03, 1.03, -1e-6, -1])
+    plain_step, step = torch.tensor([1.0, 1, 1, 1, 1]), torch.tensor([1.01, 1.05, 1.1, -1, 1])
+    sides = WeightStep(gradient, zero, step), WeightStep(plain_gradient, zero, plain_step)
+    assert explained_by_gradient(*sides).tolist() == [False, True, False, True, True]
+    assert explained_by_gradient(*sides, only_turned=True).tolist() == [False, False, False, True, True]
+    # Where momentum and gradient cancel, a step is small by chance: it is held to the weight's usual step.
+    plain_step[1], step[1] = 0.001, 0.04
+    assert explained_by_gradient(*sides).tolist() == [False, True, False, True, True]
+    assert explained_by_gradient(*(WeightStep(*(torch.ones(0),) * 3),) * 2).tolist() == []
 
 
 def test_what_is_not_finite_in_both_takes_no_part() -> None:

@@ -176,6 +176,21 @@ def test_no_set_has_two_settings_of_one_technique(effects: list[float], seed: in
         assert len(names) == len(set(names))
 
 
+def test_workers_and_reading_ahead_are_never_on_together() -> None:
+    """Workers make whole samples: what reads ahead beside them does nothing, and a plan with both says too much."""
+    course = Course([Candidate("read_ahead", 2, -0.2, 0.1), Candidate("loader_workers", 2, -0.15, 0.1)])
+    assert course.all_on() == {0}
+    drawn = {course.draw_set() for _ in range(50)}
+    assert {0} in drawn
+    assert {1} in drawn
+    assert {0, 1} not in drawn
+    for on, seconds in 4 * ((frozenset(), 1.0), ({0}, 0.7), ({1}, 0.6)):
+        course.add_block(on, seconds)
+    assert course.chosen() == {1}
+    estimates = course.estimates()
+    assert estimates[0].ratio[0] == pytest.approx(1 / 0.7, rel=0.05), "as if it were on in place of the workers"
+
+
 def test_the_better_of_two_settings_is_chosen() -> None:
     course = Course([one("cpu_threads", setting=1), one("cpu_threads", setting=2), one("precision")])
     fed(course, {0: -0.1, 1: -0.25, 2: 0.1})

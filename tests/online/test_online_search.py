@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -14,64 +13,14 @@ import pytest
 from hasten.evidence import read_evidence
 from hasten.online.course import Course
 from hasten.online.options import Candidate, OnlineOptions
-from hasten.online.record import MeasuredBlock
 from hasten.taps.config import TrialOptions
 from hasten.tuner import online_search as module
 from hasten.tuner.online_search import OnlineSearch
 from hasten.tuner.search_state import SearchState
 from hasten.tuner.trial import Trials
 from tests.online import planted
+from tests.online.searching import TRAIN, Searched
 from tests.taps.scripts import PYTHON, write
-
-TRAIN = """
-import sys
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from tests.online.waiting import wait
-torch.manual_seed(5)
-class Net(torch.nn.Linear):
-    def forward(self, x):
-        wait(sum(getattr(torch, "waits", {"script": 0.012}).values()))
-        return super().forward(x)
-model = Net(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=4, shuffle=True)
-def step(x, optimizer=optimizer):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-def train(epochs, loader=loader, then=lambda epoch: None):
-    for epoch in range(epochs):
-        for (x,) in loader:
-            step(x)
-        then(epoch)
-"""
-
-
-@dataclass
-class Searched:
-    """A search that is over."""
-
-    ok: bool
-    found: SearchState
-    said: list[str]
-    told: list[MeasuredBlock] = field(default_factory=list)
-
-    @property
-    def names(self) -> set[str]:
-        """What was chosen."""
-        return set(self.found.plan())
-
-    @property
-    def out(self) -> dict[str, str]:
-        """What is off for good, and why."""
-        return {self.found.course.candidates[i].name: why for i, why in self.found.course.dropped.items()}
-
-    def blocks(self, *parts: str) -> list[MeasuredBlock]:
-        """The good blocks of these parts."""
-        return [one for one in self.found.blocks if one.part in parts and not one.trouble]
-
 
 pytestmark = pytest.mark.timeout(400)  # several processes each, on a machine that others may load
 STARTUP = 15.0  # seconds, also of a process on a machine that others load
@@ -83,7 +32,12 @@ def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Sear
     """Search in a script: `search(script, names of techniques)`; it ends once nothing is doubtful any more."""
 
     def run(
-        text: str, names: tuple[str, ...], seconds: float = 150.0, batches: int = 50, validation_share: float = 0.0
+        text: str,
+        names: tuple[str, ...],
+        seconds: float = 150.0,
+        batches: int = 50,
+        validation_share: float = 0.0,
+        chosen: frozenset[int] = frozenset(),
     ) -> Searched:
         write(tmp_path, "work/train.py", text)
         (tmp_path / "scratch").mkdir()
@@ -95,7 +49,8 @@ def search(tmp_path: Path, plant: None, monkeypatch: pytest.MonkeyPatch) -> Sear
         candidates = tuple(Candidate(name, True) for name in names)
         options = OnlineOptions(candidates, "", start + seconds, start + seconds + 2, block_seconds=0.1,
                               validation_share=validation_share, total_steps=10**6)  # fmt: skip
-        found, said, told = SearchState(Course(candidates, validation_share=validation_share)), [], []
+        course = Course(candidates, validation_share=validation_share)
+        found, said, told = SearchState(course, chosen=chosen), [], []
         ok = OnlineSearch(trials, found, options, STARTUP, said.append, told.append).search()
         assert list((tmp_path / "scratch").iterdir()) == []
         children = psutil.Process().children(recursive=True)
@@ -131,6 +86,14 @@ def test_what_helps_is_chosen_what_harms_is_not(search: Search) -> None:
     estimates = done.found.course.estimates(done.found.chosen)
     assert estimates[0].helps > 0.9
     assert max(estimates[2].helps, estimates[3].helps) < 0.5
+
+
+def test_a_claim_that_a_process_began_is_ended_by_the_next(search: Search) -> None:
+    """Of the same set, though it would choose another: else there would be pairs of two plans, and too few of each."""
+    done = search(TRAIN + "train(10 ** 6)", ("helps", "harms"), chosen=frozenset({1}))
+    assert done.ok, done.said
+    assert {(block.part, block.on) for block in done.found.blocks} == {("plain", ()), ("plan", (1,))}
+    assert done.names == {"harms"}
 
 
 @pytest.mark.slow  # a search to the end of its time

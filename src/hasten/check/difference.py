@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
+
+_TIMES_ITS_SHARE = 2.0  # of the share by which an element of a gradient differs: its step may differ by so much
 
 
 def measure_difference(
@@ -48,6 +51,33 @@ def measure_difference(
         difference_norm, norm = float(difference.norm()), float(b.norm())
     along = float(difference @ b) / norm**2 if norm > 0 else 0.0
     return difference_norm, norm, along, whole_norm
+
+
+class WeightStep(NamedTuple):
+    """A weight's gradient, and the weight before and after the optimizer's step: three tensors of one shape."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def explained_by_gradient(plan: WeightStep, plain: WeightStep, only_turned: bool = False) -> torch.Tensor:
+    """Return a flat mask of the elements of a weight whose steps differ, as a share, no more than their gradients do.
+
+    Args:
+        plan: The step under the plan.
+        plain: The step as it is, of the same shape.
+        only_turned: Only the elements whose gradients differ in sign.
+    """
+    gradient, plain_gradient = _flat_float64(plan.gradient), _flat_float64(plain.gradient)
+    turned = gradient.sign() != plain_gradient.sign()
+    if only_turned or not len(gradient):
+        return turned
+    step, plain_step = (_flat_float64(side.after) - _flat_float64(side.before) for side in (plan, plain))
+    # A step that momentum has almost cancelled is held to the usual size of this weight's steps.
+    size = plain_step.abs().clamp_min(float(plain_step.square().mean().sqrt()))
+    share = (gradient - plain_gradient).abs() / plain_gradient.abs()
+    return turned | ((step - plain_step).abs() <= _TIMES_ITS_SHARE * share * size)
 
 
 def _flat_float64(tensor: torch.Tensor) -> torch.Tensor:

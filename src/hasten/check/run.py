@@ -42,7 +42,7 @@ def check_plan(
         say: Called with each line of progress.
         resume: Also resume from what the script saved, in both directions.
         at_once: Number of concurrent runs.
-        brief: Check the plan as a whole only, without its stricter parts, and with fewer runs under noise if in doubt.
+        brief: Check the plan as a whole only, without its stricter parts.
         load: Reads files that the training saves.
         base: Folder that names of saved files are relative to; by default the current one.
 
@@ -50,7 +50,7 @@ def check_plan(
         HastenError: The plain run fails, or trains nothing.
         CheckTimeoutError: The time was over before anything was known about the plan.
     """
-    runs = Runs(run, folder, say, at_once, brief)
+    runs = Runs(run, folder, say, at_once)
     return _Check(runs, plan, folder, say, load, base or Path.cwd(), brief).run(resume)
 
 

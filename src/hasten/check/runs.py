@@ -18,10 +18,11 @@ from hasten.techniques import Effect
 
 NOISES = 2
 """Plain runs under noise for each roundoff."""
-# Before a difference is held against a plan: so many further runs, with errors as large as the plan's may be. Rounding
-# can flip a ReLU whose input is almost zero, or the direction of Adam's first step where a gradient is. That happens
-# with errors of one size and not with smaller ones, so scaling the smaller ones' effect up does not show it.
-_NOISES_IN_DOUBT, _NOISES_IN_DOUBT_BRIEF = 8, 3
+# Before a difference is held against a plan: so many further runs in all, with errors as large as the plan's may be,
+# until they explain it. Rounding can flip a ReLU whose input is almost zero, or the direction of Adam's first step
+# where a gradient is. That happens with errors of one size and not with smaller ones, so scaling the smaller ones'
+# effect up does not show it.
+_NOISES_IN_DOUBT = (2, 4, 8)
 Techniques = Mapping[str, Setting]
 Say = Callable[[str], None]
 
@@ -85,11 +86,10 @@ class Runs:
         repeats: Name of a reference run -> first difference of a second plain run; None if it repeats itself.
     """
 
-    def __init__(self, run: Runner, folder: Path, say: Say, at_once: int, brief: bool = False) -> None:
+    def __init__(self, run: Runner, folder: Path, say: Say, at_once: int) -> None:
         self.notes: list[str] = []
         self.repeats: dict[str, Difference | None] = {}
         self._run = run
-        self._in_doubt = _NOISES_IN_DOUBT_BRIEF if brief else _NOISES_IN_DOUBT
         self._folder = folder
         self._say = say
         self._pool = ThreadPoolExecutor(at_once)
@@ -204,7 +204,9 @@ class Runs:
         compared = self._judge_by_noise(reference, plan, level, result, other_start)
         if compared.ok is False and compared.first is not None and compared.first.size is not None:
             self._say(f"{compared.first.what} is further off than rounding explains: looking closer")
-            compared = self._judge_by_noise(reference, plan, level, result, other_start, in_doubt=True)
+            for count in _NOISES_IN_DOUBT:
+                if compared.ok is False:
+                    compared = self._judge_by_noise(reference, plan, level, result, other_start, in_doubt=count)
         if compared.ok is False and (own_difference := self._own_difference(reference)) is not None:
             at = f"at {own_difference.place}, {own_difference.what}"
             note = f"the script does not repeat itself: {at}: {own_difference.how}"
@@ -218,17 +220,17 @@ class Runs:
         level: Effect,
         result: Any,
         other_start: bool,
-        in_doubt: bool = False,
+        in_doubt: int = 0,
     ) -> RunComparison:
-        """Judge a run by plain runs under noise; `in_doubt`, by more and stronger ones."""
+        """Judge a run by plain runs under noise; in doubt, by so many more, and stronger ones."""
         if level is Effect.EXACT:
             return judge_run(plan, level, result, [])
         roundoff = max(reference.roundoff, roundoff_of(plan))
         weak, strong = self.noise(reference, roundoff), []
         if in_doubt and roundoff <= MOST_SINGLE:
-            strong = self.noise(reference, roundoff, self._in_doubt, TIMES)
+            strong = self.noise(reference, roundoff, in_doubt, TIMES)
         elif in_doubt:  # with 16-bit errors flips are common: more runs of the same noise show them
-            weak = self.noise(reference, roundoff, NOISES + self._in_doubt)
+            weak = self.noise(reference, roundoff, NOISES + in_doubt)
         noise, stronger = ([result for _, result in runs] for runs in (weak, strong))
         return judge_run(plan, level, result, noise, strong=stronger, other_start=other_start)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hasten.check import state
-from hasten.check.difference import difference_in_words, measure_difference
+from hasten.check.difference import WeightStep, difference_in_words, explained_by_gradient, measure_difference
 from hasten.check.options import RECORDS, WitnessOptions
 from hasten.check.track import Moment, Track
 from hasten.data import rng
@@ -281,7 +281,7 @@ class Witness:
                 self._note_difference(moment.place, name, "there only as it is")
             plain_before = self._reference_before(name, recorded_values)
             plan_before = None if plain_before is None else plan_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
-            explained = None if plain_before is None else self._turned(name, plan_values, recorded_values)
+            explained = None if plain_before is None else self._explained(name, plan_values, recorded_values)
             apart[name] = measure_difference(plan_values[name], plain_value, plan_before, plain_before, explained)
         if extra := next((name for name in plan_values if name not in recorded_values), None):
             self._note_difference(moment.place, extra, "there only under the plan")
@@ -294,20 +294,19 @@ class Witness:
             return None
         return recorded_values.get(name.replace(state.WEIGHT, state.BEFORE, 1))
 
-    @staticmethod
-    def _turned(
-        name: str, plan_values: dict[str, torch.Tensor], recorded_values: dict[str, torch.Tensor]
+    def _explained(
+        self, name: str, plan_values: dict[str, torch.Tensor], recorded_values: dict[str, torch.Tensor]
     ) -> torch.Tensor | None:
-        """Return where the gradient of this weight has the other sign; None if there is none to compare.
+        """Return where a weight's step differs no more than its gradient; None if there is no gradient to compare.
 
-        Adam's first steps go by a gradient's sign. So where it is almost zero, rounding may turn a whole step around:
-        such elements are judged by their gradients alone.
+        Adam divides a gradient by its size, so where it is almost zero, rounding moves a whole step: in the first step
+        by its sign, in the next ones by its share. Such elements are judged by their gradients alone.
         """
-        gradient = name.replace(state.WEIGHT, state.GRADIENT, 1)
-        plan, plain = plan_values.get(gradient), recorded_values.get(gradient)
-        if plan is None or plain is None or plan.shape != plain.shape or plan.is_sparse or plain.is_sparse:
+        plan, plain = _step_of(name, plan_values), _step_of(name, recorded_values)
+        if plan is None or plain is None or len({tensor.shape for tensor in (*plan, *plain)}) > 1:
             return None
-        return plan.sign() != plain.sign()
+        # What noise moves sets the bound: nothing but steps that turned around is left out of it.
+        return explained_by_gradient(plan, plain, only_turned=self.options.noise > 0)
 
     def _go_on_from(self, recorded_values: dict[str, torch.Tensor]) -> None:
         """Take over the track's weights, buffers and optimizer state, so that the next step is judged by itself."""
@@ -339,6 +338,13 @@ class Witness:
     @staticmethod
     def _cpu_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: state.cpu_copy(value) for name, value in tensors.items()}
+
+
+def _step_of(weight: str, values: dict[str, torch.Tensor]) -> WeightStep | None:
+    """Return a weight's step; None if it has no dense gradient."""
+    keys = (weight.replace(state.WEIGHT, kind, 1) for kind in (state.GRADIENT, state.BEFORE, state.WEIGHT))
+    tensors = [values[key] for key in keys if key in values and not values[key].is_sparse]
+    return WeightStep(*tensors) if len(tensors) == len(WeightStep._fields) else None
 
 
 def _samples(number: int, leaf: Any) -> dict[str, str]:

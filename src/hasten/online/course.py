@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from hasten.online.interactions import covariances_of, pairs_of, rows_of
+from hasten.online.interactions import covariances_of, pairs_of, place_of, rows_of
 from hasten.online.options import Candidate
 from hasten.online.posterior import CandidateEstimate, Posterior
 from hasten.online.prior import Prior
@@ -145,7 +145,7 @@ class Course:
         return frozenset((on & ran) | set(sorted(on - ran)[:1]))
 
     def _best(self, effects: Sequence[float], allowed: Collection[int]) -> frozenset[int]:
-        """Return the set with the least sum of effects, one setting per technique.
+        """Return the set with the least sum of effects, one candidate per place.
 
         Greedy: starts with every candidate that helps alone, then flips single candidates while that improves the sum.
         """
@@ -164,20 +164,22 @@ class Course:
             best = neighbour
 
     def _one_of_each(self, indices: Iterable[int], effects: Sequence[float]) -> set[int]:
-        """Return the best setting of each technique among these candidates."""
+        """Return the best of these for each place: of a technique's settings, and of what does the same."""
         best: dict[str, int] = {}
         for index in indices:
-            name = self.candidates[index].name
-            if name not in best or effects[index] < effects[best[name]]:
-                best[name] = index
+            place = self._place(index)
+            if place not in best or effects[index] < effects[best[place]]:
+                best[place] = index
         return set(best.values())
 
+    def _place(self, index: int) -> str:
+        return place_of(self.candidates[index].name)
+
     def _flipped(self, on: frozenset[int], index: int) -> frozenset[int]:
-        """Return the set with this candidate removed, or added in place of the technique's other settings."""
+        """Return the set with this candidate removed, or added in place of the one that it excludes."""
         if index in on:
             return on - {index}
-        name = self.candidates[index].name
-        return frozenset({i for i in on if self.candidates[i].name != name} | {index})
+        return frozenset({i for i in on if self._place(i) != self._place(index)} | {index})
 
     # -- what is chosen ------------------------------------------------------------------------------------
 
@@ -187,8 +189,7 @@ class Course:
         return [self._estimate(i, on) for i in range(len(self.candidates))]
 
     def _estimate(self, index: int, on: Collection[int]) -> CandidateEstimate:
-        name = self.candidates[index].name
-        estimate = self.posterior.estimate(index, {i for i in on if self.candidates[i].name != name})
+        estimate = self.posterior.estimate(index, {i for i in on if self._place(i) != self._place(index)})
         share = self._share()
         return _mixed(estimate, self.validation.estimate(index, ()), share) if share else estimate
 

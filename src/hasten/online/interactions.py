@@ -11,7 +11,6 @@ from hasten.online.prior import Prior, pair_key
 _INTERACTIONS = {
     ("loader_workers", "cpu_threads"): (-0.15, 0.25),  # threads that wait for work keep the workers' cores busy
     ("loader_workers", "sample_cache"): (0.0, 0.15),
-    ("loader_workers", "read_ahead"): (0.0, 0.15),  # workers make whole samples: nothing is left to read ahead
     ("read_ahead", "sample_cache"): (0.0, 0.15),
     ("precision", "matmul_precision"): (0.0, 0.1),
     ("precision", "channels_last"): (0.0, 0.12),
@@ -24,6 +23,15 @@ _INTERACTIONS = {
     ("compile", "cpu_threads"): (0.0, 0.12),
 }
 """Expectation of what two do together beyond what each does alone (log(seconds per step): mean, standard deviation)."""
+
+
+# Workers make whole samples, so that nothing is left to read ahead: on together, one of the two does nothing.
+_IN_PLACE_OF = {"read_ahead": "loader_workers"}
+
+
+def place_of(technique: str) -> str:
+    """Return the name under which a technique excludes others: settings of one technique, and what does the same."""
+    return _IN_PLACE_OF.get(technique, technique)
 
 
 def pairs_of(candidates: Sequence[Candidate], prior: Prior | None) -> dict[tuple[int, int], tuple[float, float]]:

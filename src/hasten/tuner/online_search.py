@@ -94,7 +94,7 @@ class OnlineSearch:
             self._say(
                 f"{process.reason}; started again without it" if process.blamed else f"{process.reason}; started again"
             )
-        self._state.chosen = self._state.course.chosen()
+        self._state.chosen = self._state.chosen or self._state.course.chosen()
         return process.timed_out or any(map(_counts, self._state.blocks))
 
     def search_more(self, until: float) -> None:
@@ -149,16 +149,19 @@ class OnlineSearch:
         course.drop(late, "the training ends before it is compiled, so no block could tell")
 
     def _seconds_left(self) -> float:
-        """Return the seconds left for a further process: until the claim's end if the search has settled."""
-        settled = self._state.course.settled is not None
+        """Return the seconds left for a further process: until the claim's end if the search has chosen or settled."""
+        settled = self._state.chosen or self._state.course.settled is not None
         return (self._options.claim_until if settled else self._options.search_until) - time.monotonic()
 
     def _run_process(self) -> _Process:
         folder = self._trials.scratch / f"w{time.monotonic_ns()}"
         folder.mkdir()
         self._processes += 1
+        # A process that goes on with the claim measures the same set: further blocks might tip a close choice.
+        plan = self._options.plan or tuple(sorted(self._state.chosen)) or None
         options = dataclasses.replace(
             self._options,
+            plan=plan,
             results=str(folder / "blocks"),
             # With equal seeds, processes that end after a few blocks would all measure the same sets.
             seed=self._options.seed + 1000 * (self._processes - 1),
@@ -203,6 +206,7 @@ class OnlineSearch:
             process.blamed = untried or (set(process.on) - set(process.on_before)) or set(process.on)
             # A crash of candidates that ran well before may be the machine's fault: the next tune tries them again.
             self._state.course.drop(process.blamed, process.reason, lasting=bool(untried))
+            self._state.chosen -= process.blamed
             self._say(f"off for good: {self._labels(process.blamed)}: {process.reason}")
             self._state.notes.append(f"switched off for good: {self._labels(process.blamed)}: {process.reason}")
         self._careful = True  # from here on new candidates are added one at a time, so that a crash has one cause

@@ -12,6 +12,7 @@ import hasten
 from hasten.check.result import CheckResult
 from hasten.evidence import ASIDE, PHASES, this_machine
 from hasten.online.candidates import Applicable
+from hasten.online.interactions import place_of
 from hasten.online.posterior import CandidateEstimate
 from hasten.online.record import MeasuredBlock
 from hasten.plan import Plan
@@ -255,9 +256,9 @@ def _tried(state: SearchState) -> tuple[TriedSetting, ...]:
 def _why_lost(state: SearchState, index: int, estimate: CandidateEstimate) -> str:
     """Return why a measured setting is not in the plan."""
     name = state.course.candidates[index].name
-    plan_names = {state.course.candidates[i].name for i in state.chosen}
-    if name in plan_names:
-        return "another setting of it is better"
+    kept = next((kept for kept in state.plan() if place_of(kept) == place_of(name)), "")
+    if kept:
+        return "another setting of it is better" if kept == name else f"{kept} does the same here, and is better"
     if estimate.helps < 0.5 and estimate.ratio[2] < 1:
         return "steps are slower with it here"
     if estimate.helps < 0.5:
