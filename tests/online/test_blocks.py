@@ -110,3 +110,20 @@ def test_a_block_takes_what_its_steps_take(
         assert block.seconds >= (1 - 1e-9) * (block.steps * call)
         assert block.seconds <= block.steps * max(call, work) + passes * (call + work) + 1e-6
         assert block.phases[Phase.DATA] == pytest.approx(0.0, abs=1e-9)
+
+
+class Fed(Played):
+    """Steps of 5 ms while workers have batches ready or nothing left to make, and of 20 ms beside their work."""
+
+    def epoch(self, batches: int) -> Iterator[None]:
+        self.recorder.on_pass = self.driver.on_pass
+        for number, _ in enumerate(super().epoch(batches)):
+            self.call = 0.02 if 6 <= number < batches - 8 else 0.005
+            yield
+
+
+def test_steps_count_where_workers_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass of 20 batches, of which they make 8 ahead: a full pass has hardly any steps but such."""
+    monkeypatch.setattr(Driver, "_ready", lambda self: 8)
+    blocks = Fed(0.02, 0.0, 0.0, [BlockRequest(frozenset(), "search")] * 6).train(20)
+    assert [block.step_seconds for block in blocks[2:]] == pytest.approx([0.02] * 4)  # before, no pass had ended yet

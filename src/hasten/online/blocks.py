@@ -1,8 +1,9 @@
 """Measure one block: decide which of its steps count, and when there are enough.
 
 A block begins with a switch of techniques. Steps that say nothing about the steady pace are left out: the first ones
-after the switch, the first of each pass (its batches may have waited ready), steps that still compile or fill a cache,
-and the search's own work between two steps. CPU time that other processes take meanwhile is recorded with the block.
+after the switch, the first of each pass (its batches may have waited ready), the last ones while workers are on (they
+have nothing left to make, and leave the CPU to the step), steps that still compile or fill a cache, and the search's
+own work between two steps. CPU time that other processes take meanwhile is recorded with the block.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class OpenBlock:
         Args:
             recorder: Recorder whose last step this is.
             number: Number of its batch in the pass, from 1; 0 outside of a pass.
-            ready: Number of batches that workers had ready when the pass asked for its first.
+            ready: Number of batches that workers may have ready when the pass asks for its first.
             last_pass: Number of batches of the previous pass; 0 if there was none.
         """
         self.clock = recorder.now
@@ -131,8 +132,11 @@ class OpenBlock:
             self.skipped += net
             return True
         short = 0 < last_pass < _SHORT_PASS
-        prefetched = min(ready, last_pass // 3) if last_pass else ready
-        return bool(number and not short and number <= max(1, prefetched))
+        if not number or short:
+            return False
+        first = min(ready, last_pass // 3) if last_pass else ready
+        last = min(ready, max(0, last_pass // 2 - 1))
+        return number <= max(1, first) or (last > 0 and number > last_pass - last)
 
     def _disturbed(self) -> bool:
         """Return whether other processes have disturbed the block since its steps became slow.

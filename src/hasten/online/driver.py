@@ -241,7 +241,7 @@ class Driver:
         return ((requested - self.by_pass) | self._pass_on) - set(self._course.dropped)
 
     def _ready(self) -> int:
-        """Return how many batches workers may have had ready when this pass asked for its first."""
+        """Return how many batches workers may make ahead of the step."""
         ready = 0
         for index in self._pass_on:
             setting = self._options.candidates[index].setting

@@ -289,15 +289,12 @@ def _add_to_set(measured: MeasuredBlock, course: Course, blocks: dict[frozenset[
 
 
 def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: Host) -> BlockRequests:
-    """Measure baseline and plan in turn, A B B A. The first pair's duration decides how many there are.
-
-    A pair that other processes disturbed is measured again while there is time.
-    """
+    """Measure baseline and plan in turn, A B B A, as often as there is time for, up to eight undisturbed pairs."""
     exact = bool(plan & host.by_pass)
     plain: frozenset[int] = frozenset()
-    pairs, turn, quiet, pair_seconds = _MOST_PAIRS, 0, 0, 0.0
-    while turn < pairs or (
-        quiet < pairs and turn < _MOST_TURNS and time.monotonic() + pair_seconds < options.claim_until
+    turn, quiet, pair_seconds = 0, 0, math.inf  # the shortest pair: the first may fill a cache
+    while turn < _LEAST_PAIRS or (
+        quiet < _MOST_PAIRS and turn < _MOST_TURNS and time.monotonic() + pair_seconds < options.claim_until
     ):
         started_at, disturbed = time.monotonic(), False
         for on, part in ((plain, "plain"), (plan, "plan"))[:: -1 if turn % 2 else 1]:
@@ -306,10 +303,6 @@ def _claim(plan: frozenset[int], course: Course, options: OnlineOptions, host: H
             )
             measured = yield BlockRequest(on, part, exact=exact, expected=expected)
             disturbed = disturbed or measured.disturbed
-        if not turn:
-            pair_seconds = max(1e-3, time.monotonic() - started_at)
-            pairs = max(
-                _LEAST_PAIRS, min(_MOST_PAIRS, 1 + int((options.claim_until - time.monotonic()) / pair_seconds))
-            )
+        pair_seconds = min(pair_seconds, time.monotonic() - started_at)
         turn += 1
         quiet += not disturbed

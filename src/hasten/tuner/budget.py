@@ -55,4 +55,4 @@ def checked_steps(budget: float, step: float) -> int:
 def check_seconds(budget: float, step: float, startup: float) -> float:
     """Return a rough estimate of the seconds that checking one plan takes, a second look at a difference included."""
     steps = checked_steps(budget, step) * checked_passes(step)
-    return 4 * startup + 3 + 3 * steps * step * _ONE_THREAD
+    return 6 * startup + 3 + 4 * steps * step * _ONE_THREAD
