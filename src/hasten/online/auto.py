@@ -27,6 +27,7 @@ from hasten.online.blocks import BlockRequest
 from hasten.online.course import Course
 from hasten.online.driver import Driver
 from hasten.online.eligibility import candidates, now_left_alone, seconds_of_step, steps_known, too_large, too_short
+from hasten.online.interactions import place_of
 from hasten.online.looks import Looks
 from hasten.online.losses import Losses
 from hasten.online.options import AutoOptions, Candidate, OnlineOptions
@@ -382,4 +383,4 @@ def _never_on(course: Course) -> frozenset[int]:
     """Return per-pass techniques that were never on, because no pass has begun since the search did."""
     ran = {i for block in course.posterior.blocks for i in block.on}
     never_on = sorted(course.with_liveness(Liveness.PASS) - ran - set(course.dropped))
-    return frozenset({course.candidates[i].name: i for i in reversed(never_on)}.values())
+    return frozenset({place_of(course.candidates[i].name): i for i in reversed(never_on)}.values())
