@@ -259,8 +259,10 @@ def _measure_compiled(
             host.note(Event("compiled", (index,), cost))
         _add_to_set(measured, course, blocks)
         _add_to_set((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
-        # Compiling may have taken longer than expected. Three pairs of the claim matter more than another turn.
-        is_last = time.monotonic() + (2 + 2 * _LEAST_PAIRS) * course.block_seconds > options.claim_until
+        # Compiling may have taken longer than expected, and another turn may compile once more (for the last batch of
+        # a pass, which is smaller). Three pairs of the claim matter more than another turn.
+        turn_seconds = 2 * course.block_seconds + _seconds_with_warm_cache(cost)
+        is_last = time.monotonic() + turn_seconds + 2 * _LEAST_PAIRS * course.block_seconds > options.claim_until
         faster, saved = _compiled(blocks, options.total_steps)
         if turn or is_last:  # settle each time, as the script may end after any block
             _settle(chosen | {index} if faster and saved >= costs_again(cost) else chosen, course, host)
