@@ -259,8 +259,8 @@ def _measure_compiled(
             host.note(Event("compiled", (index,), cost))
         _add_to_set(measured, course, blocks)
         _add_to_set((yield from _block(course, BlockRequest(chosen, "compile"))), course, blocks)
-        # Compiling may have taken longer than expected, and another turn may compile once more (for the last batch of
-        # a pass, which is smaller). Three pairs of the claim matter more than another turn.
+        # Compiling may have taken longer than expected, and another turn may compile once more (seen in a training of
+        # images: 14 s in the third turn). Three pairs of the claim matter more than another turn.
         turn_seconds = 2 * course.block_seconds + _seconds_with_warm_cache(cost)
         is_last = time.monotonic() + turn_seconds + 2 * _LEAST_PAIRS * course.block_seconds > options.claim_until
         faster, saved = _compiled(blocks, options.total_steps)
