@@ -40,7 +40,7 @@ from hasten.tuner.trouble import trouble_of
 
 _SHORTEST_SEARCH = 8.0  # seconds: to leave this much for the search, first the proof is given up, then the check
 _CHECKS = 3  # if each of so many checks took something back, the rest of the plan is reported as not checked
-_HEADROOM = 1.2  # check and pair of the demo took 1.06 to 1.16 times their estimate
+_HEADROOM = 1.2  # check and pair of the demo took about 1.1 times their estimate
 _LONG = 300.0  # seconds of budget from which the stricter parts of a plan are also checked separately
 _LEAST_FOR_BASELINE = 60.0  # seconds
 _REPORT = 1.5  # writing the report takes at most this multiple of the time that this process took to start
