@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hasten.errors import HastenError
 from hasten.files import parse_json, read_bytes
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Kind = TypeVar("Kind")
 
@@ -30,14 +34,14 @@ def read_plain(kind: type[Kind], path: Path, schema: str, description: str, advi
     Raises:
         HastenError: The file does not exist, is not readable, is no JSON, or has another schema.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     name = description.removeprefix("a ")
     try:
         data = parse_json(read_bytes(path))
         if not isinstance(data, dict) or data.get("schema") != schema:
             raise HastenError(f"{path} is not {description} of the schema {schema}", advice)
-        reader = TypeAdapter(kind)
+        reader: TypeAdapter[Kind] = _adapter(kind)  # type: ignore[arg-type]
         try:
             return reader.validate_python(data)
         except ValidationError as error:
@@ -52,6 +56,13 @@ def read_plain(kind: type[Kind], path: Path, schema: str, description: str, advi
         raise HastenError(f"cannot read the {name} {path}: {error.strerror}") from None
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # pydantic's errors are ValueErrors
         raise HastenError(f"{path} is not {description} of the schema {schema}: {_shortened(str(error))}") from None
+
+
+@functools.cache  # making one takes 0.1 s, and a check of a plan reads the evidence of each of its runs
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def _shortened(text: str) -> str:

@@ -44,21 +44,24 @@ class Overlay:
         """Return a file's real path in the script's view; None if the overlay does not handle it (free, or no path)."""
         return self._resolve(path, follow, dir_fd)[0]
 
-    def _resolve(self, path: Any, follow: bool, dir_fd: int | None) -> tuple[str | None, bool]:
-        """Return the result of `resolve`, and whether a link was followed on the way."""
+    def _resolve(self, path: Any, follow: bool, dir_fd: int | None) -> tuple[str | None, bool, str | None]:
+        """Return the result of `resolve`, whether a link was followed on the way, and where to read, if known."""
         text = self._full(path, dir_fd)
         if text is None:
-            return None, False
+            return None, False, None
         folder, _, name = text.rpartition("/")
+        readable = None
         if name in ("", ".", ".."):
             absolute, linked = self._walk(text)
         else:
             if (walked := self._folders.get(folder)) is None:
                 walked = self._folders[folder] = self._walk(folder)
             absolute, linked = f"{walked[0].rstrip('/')}/{name}", walked[1]
-            if follow and self._link(absolute) is not None:
-                absolute, linked = self._walk(absolute)[0], True
-        return (None if self.is_free(absolute) else absolute), linked
+            if follow:
+                link, readable = self._look(absolute)
+                if link is not None:
+                    absolute, linked, readable = self._walk(absolute)[0], True, None
+        return (None if self.is_free(absolute) else absolute), linked, readable
 
     def is_free(self, absolute: str) -> bool:
         """Return whether a real path may be written to directly."""
@@ -112,7 +115,7 @@ class Overlay:
                 resolved = resolved.rpartition("/")[0]
                 continue
             candidate = f"{resolved}/{part}"
-            link = self._link(candidate) if links < _LINKS else None
+            link = self._look(candidate)[0] if links < _LINKS else None
             if link is None:
                 resolved = candidate
                 continue
@@ -121,18 +124,21 @@ class Overlay:
             remaining += link.split("/")[::-1]
         return resolved or "/", links > 0
 
-    def _link(self, absolute: str) -> str | None:
-        """Return a link's target; None for anything else."""
+    def _look(self, absolute: str) -> tuple[str | None, str]:
+        """Return a link's target, None for anything else; and where to read it: in the scratch folder or the user's."""
+        inside = self.root + absolute
         try:
-            inside = self.lstat(self.root + absolute)
-            return self.readlink(self.root + absolute) if stat.S_ISLNK(inside.st_mode) else None
+            is_link = stat.S_ISLNK(self.lstat(inside).st_mode)
+            return self.readlink(inside) if is_link else None, inside
+        except NotADirectoryError:  # the script replaced a parent folder by a file
+            return None, inside
         except OSError:
             if self.removed and self.is_removed(absolute):
-                return None
+                return None, inside
         try:
-            return self.readlink(absolute)
+            return self.readlink(absolute), absolute
         except OSError:
-            return None
+            return None, absolute
 
     def forget_links(self) -> None:
         """Clear the cache of resolved folders, after something was moved, removed or linked."""
@@ -165,13 +171,13 @@ class Overlay:
 
     def reading(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> tuple[Any, int | None]:
         """Return the path and folder descriptor with which to call Python's own functions to read a file."""
-        absolute, linked = self._resolve(path, follow, dir_fd)
+        absolute, linked, readable = self._resolve(path, follow, dir_fd)
         if absolute is None:
             return path, dir_fd
-        readable = self.readable_path(absolute)
+        readable = readable or self.readable_path(absolute)
         # Keep the script's own spelling if it leads to the same file: it shows in messages and in `file.name`. A
         # relative path does not if the working folder is really one in the scratch folder.
-        if readable == absolute and not linked and not self.is_in_scratch(dir_fd):
+        if readable == absolute and not linked and (_is_full(path) or not self.is_in_scratch(dir_fd)):
             return path, dir_fd
         return readable, None
 
@@ -316,3 +322,8 @@ class Overlay:
         """Return the names in a folder in the script's view."""
         names = (name for layer in self.layers(absolute) for name in self.listdir(layer) if self.shows(layer, name))
         return list(dict.fromkeys(names))
+
+
+def _is_full(path: Any) -> bool:
+    """Return whether a path leads from the root on, as most do; False where that is not as quick to tell."""
+    return isinstance(path, str) and path.startswith("/")
