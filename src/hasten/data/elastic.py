@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from hasten.data.permutation import Indices
+from hasten.data.row_block import RowBlock
 from hasten.errors import HastenError
 
 Order = Callable[[Indices], Indices]  # positions of an epoch -> indices of samples
@@ -28,6 +29,9 @@ VERSION = 1  # of the state's format
 
 class KeyedBatch(list[int]):
     """The indices of a batch, with the seed, epoch and batch number from which its samples' RNG keys are made."""
+
+    block: RowBlock | None = None  # with which its rows may be read; not sent to other processes
+    begin = 0  # of the batch in its block
 
     def __init__(self, indices: list[int], seed: int, epoch: int, number: int) -> None:
         super().__init__(indices)
@@ -263,11 +267,21 @@ class ElasticBatches(BatchSampler):
         order = sampler.order(sampler.seed, place.epoch)
         total = self.count(place.start)
         at_once = max(1, _AT_ONCE // each)
+        in_block = max(1, getattr(sampler.dataset, "rows_at_once", 0) // each)
         for first in range(0, total, at_once):
             count = min(at_once, total - first)
             begin = place.start + first * each * size
             samples = min(count * each, -(-(length - begin) // size))
-            indices = order(sampler.positions(begin, samples) % length).tolist()
+            positions = sampler.positions(begin, samples)
+            rows = order(positions % length if positions[-1] >= length else positions)
+            indices = rows.tolist()
             for number in range(count):
-                batch = indices[number * each : (number + 1) * each]
-                yield KeyedBatch(batch, sampler.seed, place.epoch, first + number)
+                batch = KeyedBatch(
+                    indices[number * each : (number + 1) * each], sampler.seed, place.epoch, first + number
+                )
+                if in_block > 1:
+                    if number % in_block == 0:
+                        together = rows[number * each : (number + in_block) * each]
+                        block = RowBlock(together, min(in_block, count - number))
+                    batch.block, batch.begin = block, number % in_block * each
+                yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
@@ -15,15 +16,21 @@ from torch.utils.data import Dataset
 from hasten.data.parquet_columns import parts_of
 from hasten.data.parquet_files import files_of, together
 from hasten.data.parquet_images import ImageError
-from hasten.data.parquet_order import FileOrder, LaneOrder
+from hasten.data.parquet_order import FileOrder, LaneOrder, places_of
 from hasten.data.permutation import Indices
-from hasten.data.remote.files import PendingRead, RemoteFile, RowGroupPrefetch
+from hasten.data.remote.files import PendingRead, RemoteFile
 from hasten.data.remote.options import Remote
+from hasten.data.remote.pool import Pool
+from hasten.data.row_block import RowBlock
+from hasten.data.row_groups_ahead import ReadAhead, RowGroupPrefetch
 from hasten.errors import HastenError
 
 _BUDGET = 256 << 20  # bytes of row groups open at a time, if `window` is not given
 _MOST = 16  # row groups open at a time, if `window` is not given
+_AHEAD = 64 << 20  # bytes of row groups of local files that are read before they are needed
+_BLOCK = 4 << 20  # bytes of rows read at once
 _FILTERING = 8  # threads that read row groups to filter their rows
+_OF_PROCESS = ("_open", "_lock", "_ahead", "_pool")  # attributes that no other process can have
 
 
 class _Group:
@@ -101,6 +108,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             why = f"no row passes filters={filters}" if filters is not None else "their files have no rows"
             raise HastenError(f"nothing to read in {self._files[0]}{' and others' * (len(self._files) > 1)}: {why}")
         self.window = window or self._own_window()
+        self.rows_at_once = self._rows_at_once()
         self.fingerprint = repr(
             ([(file.name, file.size) for file in self._files],
              self._names, self._sizes.tolist(), self.window, repr(filters))
@@ -112,13 +120,14 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._open: OrderedDict[int, _Loading] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
-        self._ahead: RowGroupPrefetch | None = None
+        self._pool: Pool | None = None
         if self._reader is not None:
             self._reader.forget()
-            self._ahead = RowGroupPrefetch(self._begin, self._reader.remote.ahead)
+        budget = _AHEAD if self._reader is None else self._reader.remote.ahead
+        self._ahead = RowGroupPrefetch(self._begin, budget)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open", "_lock", "_ahead")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -145,28 +154,28 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     def _follow(self, groups: list[int]) -> None:
         """Tell the prefetcher the order in which a pass opens row groups."""
         # Not in a forked child before its own reset: the prefetcher's lock and threads are the parent's.
-        if self._ahead is not None and self._process == os.getpid():
+        if self._process == os.getpid():
             self._ahead.follow(groups)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
         """Return a batch of these rows, transformed."""
-        batch = self._gathered(indices)
+        block: RowBlock | None = getattr(indices, "block", None)
+        if block is None:
+            batch = self._gathered(indices)
+        else:
+            batch = block.part(indices.begin, indices, self._gathered)  # type: ignore[attr-defined,arg-type]
         return batch if self.transform is None else self.transform(batch)
 
     def _gathered(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return a batch of these rows, in their order, before the transform."""
         where = np.asarray(indices, np.int64)
-        numbers = np.searchsorted(self._ends, where, side="right")
-        places, rows, groups = [], [], []
-        needed: list[int] = np.unique(numbers).tolist()
-        for count, number in enumerate(needed):
-            if self._ahead is not None and count % self.window == 0:
-                self._prepare(needed[count : count + self.window])  # request them all before waiting for the first
-            place = np.flatnonzero(numbers == number)
-            group = self._groups[number]
-            inside = where[place] - (self._ends[number] - group.rows)
-            places.append(place)
-            rows.append(inside)
+        needed = places_of(np.searchsorted(self._ends, where, side="right"))
+        places = [place for _, place in needed]
+        rows, groups = [], []
+        for count, (number, place) in enumerate(needed):
+            if count % self.window == 0:  # request them all before waiting for the first
+                self._prepare([number for number, _ in needed[count : count + self.window]])
+            rows.append(where[place] - (self._ends[number] - self._groups[number].rows))
             groups.append(self._loaded(number))
         batch: dict[str, Any] = {}
         for number, part in enumerate(self._parts):
@@ -194,7 +203,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         with loading.lock:
             if loading.arrays is None:
                 coming, loading.coming = loading.coming, None  # cleared first: after an error the next try refetches
-                loading.arrays = self._read(self._groups[number], coming)
+                if isinstance(coming, ReadAhead):
+                    loading.arrays, coming = coming.arrays(), None
+                if loading.arrays is None:
+                    loading.arrays = self._read(self._groups[number], coming)
         return loading.arrays
 
     def _prepare(self, numbers: list[int]) -> list[_Loading]:
@@ -207,8 +219,9 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                 loading = self._open.get(number)
                 if loading is None:
                     loading = self._open[number] = _Loading()
-                    if self._ahead is not None:
-                        loading.coming = self._ahead.take(number, self._open.__contains__)
+                    loading.coming = self._ahead.take(number, self._open.__contains__)
+                    if loading.coming is None and isinstance(self._files[self._groups[number].file], RemoteFile):
+                        loading.coming = self._begin(number)
                     while len(self._open) > 2 * self.window + 1:
                         self._open.popitem(last=False)
                 else:
@@ -216,11 +229,14 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                 prepared.append(loading)
         return prepared
 
-    def _begin(self, number: int) -> PendingRead | None:
-        """Request a row group of a remote file; return None for a local one."""
+    def _begin(self, number: int) -> PendingRead | ReadAhead:
+        """Request a row group of a remote file, or let a thread read one of a local file."""
         group = self._groups[number]
         file = self._files[group.file]
-        return file.begin(group.number, self._names) if isinstance(file, RemoteFile) else None
+        if isinstance(file, RemoteFile):
+            return file.begin(group.number, self._names)
+        self._pool = self._pool or Pool(1)
+        return ReadAhead(self._pool, functools.partial(self._read, group), self._size(group.file, group.number))
 
     def _read(self, group: _Group, coming: PendingRead | None = None) -> list[Any]:
         file = self._files[group.file]
@@ -286,22 +302,40 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     def _own_window(self) -> int:
         """Return how many row groups fit the budget, by the largest size in the footers; the same on all ranks."""
         sizes = [
-            sum(group.column(number).total_uncompressed_size for number in range(group.num_columns)
-                if group.column(number).path_in_schema.split(".")[0] in self._names)
-            for file in self._files for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        ]  # fmt: skip
+            self._size(number, group)
+            for number, file in enumerate(self._files)
+            for group in range(file.metadata.num_row_groups)
+        ]
         return int(max(2, min(_MOST, _BUDGET // max(1, *sizes, 1))))
+
+    def _size(self, file: int, group: int) -> int:
+        """Return the bytes of a row group's columns that are read, by the footer."""
+        footer = self._files[file].metadata.row_group(group)
+        columns = map(footer.column, range(footer.num_columns))
+        return sum(
+            int(column.total_uncompressed_size)
+            for column in columns
+            if column.path_in_schema.split(".")[0] in self._names
+        )
+
+    def _rows_at_once(self) -> int:
+        """Return how many rows to read at once, with those of other batches; 0 if a batch is best read alone."""
+        sizes = [getattr(part, "row_bytes", 0) for part in self._parts]
+        if not all(sizes):  # images, texts and lists of other lengths take their time row by row
+            return 0
+        # Of each open row group a small part: threads that read far apart would keep more of them open than there may.
+        return min(_BLOCK // sum(sizes), self.window * int(np.median(self._sizes)) // 8)
 
 
 class _Loading:
-    """An open row group: its arrays once read and, until then, the pending read of its bytes if it is remote."""
+    """An open row group: its arrays once read and, until then, the pending read if it was begun."""
 
     __slots__ = ("arrays", "coming", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.arrays: list[Any] | None = None
-        self.coming: PendingRead | None = None
+        self.coming: PendingRead | ReadAhead | None = None
 
 
 def _passing(table: Any, condition: Any) -> Indices:

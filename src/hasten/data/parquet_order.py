@@ -10,6 +10,17 @@ import numpy as np
 from hasten.data.permutation import Indices, Permutation
 
 
+def places_of(numbers: Indices) -> list[tuple[int, Indices]]:
+    """Return each number that occurs, in ascending order, with the places where it does."""
+    if not len(numbers):
+        return []
+    # NumPy sorts whole numbers of 16 bits by radix, eight times as fast.
+    small = numbers.astype(np.uint16) if numbers.min() >= 0 and numbers.max() < 1 << 16 else numbers
+    order = np.argsort(small, kind="stable")
+    begins = np.flatnonzero(np.diff(numbers[order], prepend=-1))
+    return list(zip(numbers[order[begins]].tolist(), np.split(order, begins[1:]), strict=True))
+
+
 class LaneOrder:
     """A shuffled order of (seed, epoch) that visits each row once, with neighbours from different row groups.
 
@@ -51,8 +62,7 @@ class LaneOrder:
         groups = self._groups[slots]
         offsets = places - (self._ends[slots] - self._sizes[groups])
         rows = np.empty_like(offsets)
-        for group in np.unique(groups).tolist():
-            here = groups == group
+        for group, here in places_of(groups):
             rows[here] = self._order_in(group)(offsets[here]) + self._starts[group]
         return rows
 

@@ -73,7 +73,7 @@ class Permutation:
         self._sorted: Indices | None = None
         if length <= _SORTED:
             hashes = keys_of(key_of(*numbers), np.arange(length, dtype=np.int64))
-            self._sorted = np.argsort(hashes, kind="stable").astype(np.int64)
+            self._sorted = np.argsort(hashes).astype(np.int64)  # no two hashes are equal, so no order among equals
             return
         bits = (length - 1).bit_length()
         self._low_bits = np.uint64(bits // 2)

@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hasten.data import default_type, rng
 from hasten.data.making_samples import only_makes_samples
 from hasten.data.passes import HUNG, CountedPass
+from hasten.data.row_block import RowBlock
 from hasten.data.sample_fetcher import IDLE, Collate, SampleFetcher
 from hasten.data.sample_keys import unmoved
 from hasten.errors import HastenError
@@ -26,7 +27,7 @@ from hasten.messages import warn
 class _Task:
     """A batch to make, and later its result or error."""
 
-    __slots__ = ("batch", "error", "finished", "indices", "sets", "worker")
+    __slots__ = ("batch", "error", "finished", "indices", "is_last", "sets", "worker")
 
     def __init__(self, indices: Any) -> None:
         self.indices = indices
@@ -35,6 +36,7 @@ class _Task:
         self.batch: Any = None
         self.error: BaseException | None = None
         self.worker: int | None = None
+        self.is_last = True  # of those that a thread makes together
 
 
 class ThreadPass(CountedPass, _BaseDataLoaderIter):
@@ -50,7 +52,7 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._hasten_count(loader)
         super().__init__(loader)
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[list[_Task] | None] = queue.SimpleQueue()
         self._ahead: deque[_Task] = deque()
         self._beats = np.full((loader.num_workers, 4), IDLE, np.int64)
         self._named: set[tuple[int, int]] = set()
@@ -87,13 +89,18 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
         return make
 
     def _put(self) -> None:
-        """Queue the next batch of the pass, if there is one."""
+        """Queue the next batch of the pass, if there is one, for one thread with those whose rows are read with it."""
+        tasks: list[_Task] = []
         try:
-            task = _Task(self._next_index())  # type: ignore[no-untyped-call]
+            while not tasks or (not self._waits and len(tasks) < _together(tasks[0].indices)):
+                tasks.append(_Task(self._next_index()))  # type: ignore[no-untyped-call]
         except StopIteration:
-            return
-        self._ahead.append(task)
-        self._tasks.put(task)
+            if not tasks:
+                return
+        for task in tasks[:-1]:
+            task.is_last = False
+        self._ahead += tasks
+        self._tasks.put(tasks)
 
     def _hasten_made(self) -> Any:
         if self._waits and not self._ahead:
@@ -102,11 +109,12 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
             self.close()
             raise StopIteration
         task = self._ahead[0]
+        task_is_last = task.is_last
         self._wait_for(task)
         if task.sets != default_type.sets():  # the dtype was set since: `torch.tensor([0.5])` may be float64
             task = self._made_again(task)
         self._ahead.popleft()
-        if not self._waits:
+        if task_is_last and not self._waits:
             self._put()
         if task.error is not None:
             raise task.error
@@ -122,7 +130,7 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
                 stacklevel=4,
             )
         retry = _Task(task.indices)
-        self._tasks.put(retry)
+        self._tasks.put([retry])
         self._wait_for(retry)
         return retry
 
@@ -178,6 +186,12 @@ class ThreadPass(CountedPass, _BaseDataLoaderIter):
             self.close()
 
 
+def _together(indices: Any) -> int:
+    """Return how many batches to make in one thread, beginning with this one."""
+    block: RowBlock | None = getattr(indices, "block", None)
+    return 1 if block is None else block.batches
+
+
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
     """Run tasks in a thread. It holds no reference to the iterator, so that an abandoned pass is freed and ends it."""
     only_makes_samples()
@@ -188,15 +202,17 @@ def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
     except Exception as error:
         error.add_note(f"hasten: worker_init_fn failed in thread worker {worker}")
         failed = error
-    while (task := tasks.get()) is not None:
-        task.worker = worker
-        try:
-            if failed is not None:
-                raise failed
-            task.batch = make(task.indices)
-        except BaseException as error:
-            task.error = error
-        task.finished.set()
+    while (together := tasks.get()) is not None:
+        for task in together:
+            task.worker = worker
+            try:
+                if failed is not None:
+                    raise failed
+                task.batch = make(task.indices)
+            except BaseException as error:
+                task.error = error
+            task.finished.set()
+        del together, task  # else this thread keeps the batches until it has others
 
 
 def _refuse_draws(loader: Any) -> None:

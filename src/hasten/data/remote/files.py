@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -121,50 +120,6 @@ class PendingRead:
         except BaseException:
             self.drop()
             raise
-
-
-class RowGroupPrefetch:
-    """Prefetches the row groups that a pass will open next.
-
-    Args:
-        begin: Requests a row group by its number; returns None for a local one.
-        budget: Bytes to hold before they are needed.
-    """
-
-    def __init__(self, begin: Callable[[int], PendingRead | None], budget: int) -> None:
-        self._begin = begin
-        self._budget = budget
-        self._lock = threading.Lock()
-        self._coming: dict[int, PendingRead] = {}
-        self._next: deque[int] = deque()
-
-    def follow(self, groups: list[int]) -> None:
-        """Begin a pass that opens these row groups in this order; nothing is fetched before the first `take`."""
-        with self._lock:
-            for coming in self._coming.values():
-                coming.drop()
-            self._coming.clear()
-            self._next = deque(groups)
-
-    def take(self, number: int, is_open: Callable[[int], bool]) -> PendingRead | None:
-        """Return the pending read of a row group that is needed now, and request the next ones within the budget.
-
-        Args:
-            number: Number of the row group.
-            is_open: Returns whether a row group is open already.
-        """
-        with self._lock:
-            pending = self._coming.pop(number, None) or self._begin(number)
-            size = sum(coming.size for coming in self._coming.values())
-            while self._next and size < self._budget:
-                later = self._next.popleft()
-                if later == number or later in self._coming or is_open(later):
-                    continue
-                coming = self._begin(later)
-                if coming is not None:
-                    self._coming[later] = coming
-                    size += coming.size
-        return pending
 
 
 class RemoteFile:
