@@ -171,12 +171,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         where = np.asarray(indices, np.int64)
         needed = places_of(np.searchsorted(self._ends, where, side="right"))
         places = [place for _, place in needed]
-        rows, groups = [], []
-        for count, (number, place) in enumerate(needed):
-            if count % self.window == 0:  # request them all before waiting for the first
-                self._prepare([number for number, _ in needed[count : count + self.window]])
-            rows.append(where[place] - (self._ends[number] - self._groups[number].rows))
-            groups.append(self._loaded(number))
+        rows = [where[place] - (self._ends[number] - self._groups[number].rows) for number, place in needed]
+        groups = self._loaded([number for number, _ in needed])
         batch: dict[str, Any] = {}
         for number, part in enumerate(self._parts):
             blocks = [group[number] for group in groups]
@@ -197,17 +193,33 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         row = inside if group.selected is None else int(group.selected[inside])
         return f"{self._files[group.file]}, row group {group.number}, row {row} of it"
 
-    def _loaded(self, number: int) -> list[Any]:
-        """Return a row group's arrays: the first thread that needs them reads them, and the window then keeps them."""
-        (loading,) = self._prepare([number])
-        with loading.lock:
+    def _loaded(self, numbers: list[int]) -> list[list[Any]]:
+        """Return row groups' arrays: the first thread that needs one reads it, and the window then keeps it."""
+        arrays: list[list[Any]] = []
+        for begin in range(0, len(numbers), self.window):
+            some = numbers[begin : begin + self.window]
+            open_groups = self._prepare(some)  # request them all before waiting for the first
+            for waits in (False, True):  # threads that need the same row groups share them out, then wait for the rest
+                for number, loading in zip(some, open_groups, strict=True):
+                    self._load(number, loading, waits)
+            arrays += [loading.arrays for loading in open_groups if loading.arrays is not None]
+        return arrays
+
+    def _load(self, number: int, loading: _Loading, waits: bool) -> None:
+        """Read a row group's arrays if they are missing; without `waits`, not where another thread reads them."""
+        if not loading.lock.acquire(blocking=waits):
+            return
+        try:
+            coming = loading.coming
+            if loading.arrays is not None or (isinstance(coming, ReadAhead) and coming.is_begun() and not waits):
+                return
+            loading.coming = None  # cleared first: after an error the next try refetches
+            if isinstance(coming, ReadAhead):
+                loading.arrays, coming = coming.arrays(), None
             if loading.arrays is None:
-                coming, loading.coming = loading.coming, None  # cleared first: after an error the next try refetches
-                if isinstance(coming, ReadAhead):
-                    loading.arrays, coming = coming.arrays(), None
-                if loading.arrays is None:
-                    loading.arrays = self._read(self._groups[number], coming)
-        return loading.arrays
+                loading.arrays = self._read(self._groups[number], coming)
+        finally:
+            loading.lock.release()
 
     def _prepare(self, numbers: list[int]) -> list[_Loading]:
         """Reserve places for the needed row groups, request the remote ones, and evict the least recently used."""

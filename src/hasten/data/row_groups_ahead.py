@@ -29,6 +29,10 @@ class ReadAhead:
         """Do not read it, if that has not begun."""
         self._future.cancel()
 
+    def is_begun(self) -> bool:
+        """Return whether the thread is reading it."""
+        return self._future.running()
+
     def arrays(self) -> list[Any] | None:
         """Wait for its arrays, and return them; None if reading has not begun: the caller is as quick."""
         if self._future.cancel():
