@@ -95,6 +95,14 @@ def test_a_limit_just_above_the_own_batch_keeps_to_it() -> None:
     assert found.verified.peak <= 235 * MB
 
 
+def test_a_batch_that_leaves_no_room_is_not_called_safe() -> None:
+    found = found_by(203 * MB, per_sample=0.2 * MB)
+    assert found.largest == 4
+    assert not found.is_safe
+    assert lines(found)[0] == "no batch is safe: the smallest that ran, 4, left 2 MB of 203 MB"
+    assert as_json(found, ())["largest_safe_batch_size"] is None
+
+
 def test_the_rate_goes_by_the_kind_of_optimizer_and_is_said_to_be_a_rule() -> None:
     by_sgd, by_adam = found_by(10_000 * MB), found_by(10_000 * MB, optimizer="AdamW")
     times = by_sgd.saturated / by_sgd.own

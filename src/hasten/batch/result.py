@@ -19,7 +19,7 @@ class BatchSizes:
 
     @property
     def largest(self) -> int:
-        """Largest safe batch size: it ran within the limit, with room to spare."""
+        """Largest safe batch size: it ran within the limit, with room to spare. The smallest that ran if none had."""
         return self.found.largest
 
     @property

@@ -85,7 +85,7 @@ class BatchSearchResult:
         limit: Bytes of memory that the training may use.
         samples: Number of samples in the training loader's dataset; 0 if unknown.
         line: Memory that the training needs, with freed memory returned at once.
-        largest: The largest size that ran within the limit, with room to spare.
+        largest: The largest size that ran within the limit, with room to spare; the smallest that ran if none had.
         verified: The attempt with that size.
         bound: What limits it: "memory", "samples", "time" or "the script".
         saturated: The smallest size within 5 % of the best rate.
@@ -103,6 +103,11 @@ class BatchSearchResult:
     saturated: int
     attempts: list[Attempt] = field(default_factory=list)
     critical: CriticalBatch | None = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether `largest` left room."""
+        return _has_room(self.verified, self.limit)
 
 
 def search(attempts: Trials, argument_value: int, say: Callable[[str], None]) -> BatchSearchResult:
@@ -198,8 +203,7 @@ def _verified(
             break
         say(f"verifying batch {size}")
         attempt = _run(attempts, size, own_size, say)
-        # The prediction may be slightly off: half of what was to stay free is still enough room.
-        if attempt.outcome == "ok" and attempt.peak <= limit + (attempts.limit - limit) / 2:
+        if attempt.outcome == "ok" and _has_room(attempt, attempts.limit):
             return attempt, bound if share == 1.0 else "memory"
         if attempt.outcome in ("timeout", "failed"):
             return safe[-1], "time" if attempt.outcome == "timeout" else "the script"
@@ -220,3 +224,8 @@ def _check_first(first: Attempt, attempts: Trials) -> None:
         )
     if first.outcome != "ok":
         raise HastenError(f"the script did not train in a trial: {first.reason}", "hasten doctor shows why")
+
+
+def _has_room(attempt: Attempt, limit: int) -> bool:
+    """Return whether enough was free: half of what was to stay so, as the prediction may be slightly off."""
+    return attempt.peak <= limit * (1 - SPARE / 2)

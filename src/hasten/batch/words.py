@@ -19,7 +19,7 @@ def as_json(result: BatchSearchResult, command: tuple[str, ...]) -> dict[str, An
         "command": list(command),
         "own_batch_size": result.own,
         "memory_limit_bytes": result.limit,
-        "largest_safe_batch_size": result.largest,
+        "largest_safe_batch_size": result.largest if result.is_safe else None,
         "bound_by": result.bound,
         "saturated_batch_size": result.saturated,
         "needed_bytes": {"fixed": round(result.line.fixed), "per_sample": round(result.line.per_sample)},
@@ -71,8 +71,12 @@ def lines(result: BatchSearchResult) -> list[str]:
         "time": "larger ones did not finish in time",
         "the script": "the script did not train with a larger one",
     }
+    largest = f"largest batch that is safe: {result.largest}   ({bounds[result.bound]}; it has {result.own} now)"
+    if not result.is_safe:
+        room = gigabytes(result.limit - result.verified.peak)
+        largest = f"no batch is safe: the smallest that ran, {result.largest}, left {room} of {gigabytes(result.limit)}"
     page = [
-        f"largest batch that is safe: {result.largest}   ({bounds[result.bound]}; it has {result.own} now)",
+        largest,
         f"throughput saturates at:    {result.saturated}   (the smallest within 5 % of the best)",
         "",
         "   batch      peak   samples/s",
