@@ -16,6 +16,7 @@ from hasten.data import DataLoader
 from hasten.data.position import Position
 from hasten.errors import HastenError
 from tests.data.loader_trainings import Keyed, Numbers
+from tests.taps.scripts import PYTHON, execute, quick, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*worker")
 
@@ -179,3 +180,31 @@ def test_killed_at_many_points_with_all_numbers_of_ranks_and_workers(tmp_path):
         other = cells[(number * 5 + 7) % len(cells)]
         runs = [(ranks, workers, 1 + number % 4), (*other, 1), (ranks, workers, -1)]
         assert killed(tmp_path / str(number), runs)[:48] == whole, runs  # what comes after fills up the last batch
+
+
+def test_a_script_that_ends_while_threads_compute_ends_well(tmp_path):
+    """Python ends a daemon thread that is in C++ by an exception that nobody may catch, and so aborted."""
+    script = write(
+        tmp_path,
+        "train.py",
+        """
+        import time
+        import torch
+        from hasten.data import DataLoader
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 100
+
+            def __getitem__(self, index):
+                square = torch.ones(900, 900)
+                for _ in range(4 if index else 0):
+                    square = square @ square
+                return square[0]
+
+        batches = iter(DataLoader(Slow(), 2, num_workers=2, workers="thread"))
+        time.sleep(0.2)
+        """,
+    )
+    done = execute(PYTHON, script, cwd=tmp_path, env=quick())
+    assert (done.code, done.err) == (0, "")

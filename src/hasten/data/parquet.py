@@ -247,7 +247,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         file = self._files[group.file]
         if isinstance(file, RemoteFile):
             return file.begin(group.number, self._names)
-        self._pool = self._pool or Pool(1)
+        self._pool = self._pool or Pool(1, finishes=True)
         return ReadAhead(self._pool, functools.partial(self._read, group), self._size(group.file, group.number))
 
     def _read(self, group: _Group, coming: PendingRead | None = None) -> list[Any]:

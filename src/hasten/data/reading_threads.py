@@ -13,6 +13,7 @@ from contextvars import Context, copy_context
 from typing import Any
 
 from hasten.data import default_type
+from hasten.data.before_exit import busy
 from hasten.data.making_samples import only_makes_samples
 from hasten.data.opened_files import opened
 from hasten.data.round_trip import is_plain_array
@@ -115,13 +116,13 @@ class ThreadPool:
     def __init__(self, count: int, function: Callable[[Any], Any]) -> None:
         global _hooked
         self._tasks: queue.SimpleQueue[tuple[Task, Context] | None] = queue.SimpleQueue()
-        self._busy = [threading.Lock() for _ in range(count)]
+        self._busy = [busy() for _ in range(count)]
         self._paused: list[Any] = []
         self.threads = [
             threading.Thread(
-                target=_work, args=(self._tasks, function, busy), name=f"hasten-ahead-{number}", daemon=True
+                target=_work, args=(self._tasks, function, working), name=f"hasten-ahead-{number}", daemon=True
             )
-            for number, busy in enumerate(self._busy)
+            for number, working in enumerate(self._busy)
         ]
         for thread in self.threads:
             thread.start()
@@ -137,10 +138,10 @@ class ThreadPool:
 
     def pause(self) -> None:
         """Wait until each thread is between two tasks, and hold it there."""
-        for thread, busy in zip(self.threads, self._busy, strict=True):
+        for thread, working in zip(self.threads, self._busy, strict=True):
             # With a timeout: a thread that waits for a lock of the forking thread (during an import) never finishes.
-            if thread is not threading.current_thread() and busy.acquire(timeout=_PATIENCE):
-                self._paused.append(busy)
+            if thread is not threading.current_thread() and working.acquire(timeout=_PATIENCE):
+                self._paused.append(working)
 
     def go_on(self) -> None:
         """Let the threads continue after `pause`."""
@@ -148,11 +149,11 @@ class ThreadPool:
             self._paused.pop().release()
 
 
-def _work(tasks: Any, function: Callable[[Any], Any], busy: Any) -> None:
+def _work(tasks: Any, function: Callable[[Any], Any], working: Any) -> None:
     """Run tasks in a thread, without a reference to the pool: the pool can be freed, and that ends the thread."""
     only_makes_samples()
     while (item := tasks.get()) is not None:
-        with busy:
+        with working:
             item[0].run(function, item[1])
         del item
 

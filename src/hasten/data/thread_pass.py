@@ -14,6 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hasten.data import default_type, rng
+from hasten.data.before_exit import busy
 from hasten.data.making_samples import only_makes_samples
 from hasten.data.passes import HUNG, CountedPass
 from hasten.data.row_block import RowBlock
@@ -195,6 +196,7 @@ def _together(indices: Any) -> int:
 def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
     """Run tasks in a thread. It holds no reference to the iterator, so that an abandoned pass is freed and ends it."""
     only_makes_samples()
+    working = busy()
     failed: BaseException | None = None
     try:
         if init is not None:
@@ -208,7 +210,8 @@ def _work(tasks: Any, make: Any, worker: int, init: Any) -> None:
             try:
                 if failed is not None:
                     raise failed
-                task.batch = make(task.indices)
+                with working:
+                    task.batch = make(task.indices)
             except BaseException as error:
                 task.error = error
             task.finished.set()

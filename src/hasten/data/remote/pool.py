@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
+
+from hasten.data.before_exit import busy
 
 _Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
@@ -17,12 +21,16 @@ class Pool:
 
     Args:
         threads: Number of threads.
+        finishes: Whether the end of Python waits for a call that was begun: one in pyarrow, not one to a server.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, finishes: bool = False) -> None:
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         for number in range(threads):
-            threading.Thread(target=_run, args=(self._work,), name=f"hasten-fetch-{number}", daemon=True).start()
+            working = busy() if finishes else contextlib.nullcontext()
+            threading.Thread(
+                target=_run, args=(self._work, working), name=f"hasten-fetch-{number}", daemon=True
+            ).start()
         weakref.finalize(self, _end, self._work, threads).atexit = False
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -37,13 +45,16 @@ def _end(work: queue.SimpleQueue[_Work | None], threads: int) -> None:
         work.put(None)
 
 
-def _run(work: queue.SimpleQueue[_Work | None]) -> None:
+def _run(work: queue.SimpleQueue[_Work | None], working: AbstractContextManager[Any]) -> None:
     """Run calls in a thread, without a reference to the pool: the pool can be freed, and that ends the thread."""
     while (item := work.get()) is not None:
         future, call, args = item
         if future.set_running_or_notify_cancel():
             try:
-                future.set_result(call(*args))
+                with working:
+                    result = call(*args)
+                future.set_result(result)
+                del result
             except BaseException as error:  # raised again by `future.result()`
                 future.set_exception(error)
         del item, future, call, args  # else this frame keeps the last result alive until the next call
