@@ -8,6 +8,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
 
 from hasten.data import DataLoader, ParquetDataset
 from hasten.errors import HastenError
@@ -240,9 +242,40 @@ def test_a_transform_gets_whole_batches(folder):
     assert flat(batch["double"].tolist() for batch in loader) == list(range(0, 240, 2))
 
 
+def test_a_transform_is_not_left_out_where_rows_are_asked_for_one_by_one(folder):
+    data = ParquetDataset(folder, ["id"], transform=Doubled())
+    for loader in (TorchLoader(data, 4), DataLoader(Subset(data, [1, 3]), 2)):
+        with pytest.raises(HastenError, match="rows of a ParquetDataset with a transform come in batches"):
+            next(iter(loader))
+    assert data.read_batch([3])["double"].tolist() == [6]
+
+
+class Drawn:
+    def __call__(self, batch):
+        return {"id": batch["id"] + torch.randint(0, 5, batch["id"].shape)}
+
+
+def test_a_transform_that_draws_from_the_trainings_generator_is_refused_on_threads(folder):
+    with pytest.raises(HastenError, match="draw from the process-wide random generators"):
+        next(iter(DataLoader(ParquetDataset(folder, ["id"], transform=Drawn()), 4, num_workers=1)))
+
+
+@pytest.mark.parametrize("ragged", ["pad", "packed"])
+def test_a_row_has_all_that_its_lists_have(folder, ragged):
+    data = ParquetDataset(folder, ["id", "tokens", "vector"], ragged=ragged)
+    for index in (0, 4, 119, -1):
+        row = data[index]
+        assert row["tokens"].tolist() == RAGGED[index]
+        assert row["vector"].tolist() == [index % ROWS] * 3
+        assert row.keys() == {"id", "tokens", "vector"} | ({"tokens_lengths"} if ragged == "pad" else set())
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"columns": ["tokens"], "padding": 0.5}, "padding=0.5 is no int64, of which the lists in column 'tokens' are"),
+        ({"columns": ["tokens"], "padding": float("nan")}, "padding=nan is no int64"),
+        ({"columns": ["tokens"], "padding": 1 << 63}, "is no int64"),
         ({"paths": "nowhere/*.parquet"}, "no Parquet file at nowhere"),
         ({"paths": []}, "no path"),
         ({"paths": "nonsense://bucket/a.parquet"}, "cannot be read"),

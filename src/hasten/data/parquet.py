@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from torch.utils.data import Dataset
 
-from hasten.data.parquet_columns import parts_of
+from hasten.data.parquet_columns import Ragged, parts_of
 from hasten.data.parquet_files import files_of, together
 from hasten.data.parquet_images import ImageError
 from hasten.data.parquet_order import FileOrder, LaneOrder, places_of
@@ -137,11 +137,29 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one row, without a batch dimension."""
+        """Return one row, without a batch dimension; of a packed column its values, without offsets.
+
+        Raises:
+            HastenError: There is a transform, which torch's loader and `Subset` would leave out.
+        """
+        if self.transform is not None:
+            raise HastenError(
+                "rows of a ParquetDataset with a transform come in batches, and were asked for one by one",
+                "use hasten.data.DataLoader; for some of the rows filters= or files of their own, not Subset; to look "
+                "at one: read_batch([index])",
+            )
+        return self.row(index)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Return one row before the transform."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         batch = self._gathered([index % len(self)])
-        return {name: values[0] for name, values in batch.items()}
+        packed = [part.name for part in self._parts if isinstance(part, Ragged) and part.packed]
+        row = {name: batch.pop(name) for name in packed}
+        for name in packed:
+            del batch[f"{name}_offsets"]
+        return {**{name: values[0] for name, values in batch.items()}, **row}
 
     def order(self, seed: int, epoch: int) -> LaneOrder:
         """Return an epoch's shuffled order, which maps positions to rows."""

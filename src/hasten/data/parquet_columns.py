@@ -7,6 +7,7 @@ loop over rows, as they become Python lists.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,7 @@ def parts_of(
         elif is_a.is_fixed_size_list(kind) and _is_number(kind.value_type):
             parts.append(FixedLists(name, kind.list_size, kind.value_type))
         elif (is_a.is_list(kind) or is_a.is_large_list(kind)) and _is_number(kind.value_type):
+            _check_padding(name, kind.value_type, padding if ragged == "pad" else 0)
             parts.append(Ragged(name, ragged == "packed", padding))
         elif is_a.is_string(kind) or is_a.is_large_string(kind) or is_a.is_binary(kind) or is_a.is_large_binary(kind):
             parts.append(PassedThrough(name, image=False))
@@ -215,6 +217,22 @@ def parts_of(
                 "name the columns you need by columns=[...]; columns of images by images=[...]",
             )
     return [*parts, *(Scalars(group, None, schema.field(group[0]).type) for group in scalars.values())]
+
+
+def _check_padding(name: str, kind: Any, padding: float) -> None:
+    """Raise HastenError if a column's type has no such number: NumPy would take another one, or fail at a batch."""
+    dtype = np.dtype(kind.to_pandas_dtype())
+    if dtype.kind != "f" and not (math.isfinite(padding) and _in_range(padding, dtype)):
+        raise HastenError(
+            f"padding={padding} is no {kind}, of which the lists in column {name!r} are", "give padding= that is"
+        )
+
+
+def _in_range(padding: float, dtype: np.dtype[Any]) -> bool:
+    if dtype.kind == "b":
+        return padding in (0, 1)
+    limits = np.iinfo(dtype)
+    return padding == int(padding) and limits.min <= padding <= limits.max
 
 
 def _is_number(kind: Any) -> bool:

@@ -185,7 +185,7 @@ class SampleFetcher(Dataset[Any]):
         good: list[int] = []
         for index in batch:
             try:
-                self.dataset[index]
+                self._sample(index)
                 good.append(index)
             except Exception as error:
                 if isinstance(error, RemoteError):  # the server is down, not one sample bad: don't retry them all
@@ -196,6 +196,10 @@ class SampleFetcher(Dataset[Any]):
         if not good:
             raise SampleError(f"all {len(batch)} samples of {self._where(batch)} failed: {self.faults[0].stack}")
         return read(good)
+
+    def _sample(self, index: int) -> Any:
+        """Return one sample; of a ParquetDataset one row before the transform, which is made for batches."""
+        return self.dataset[index] if self.read_batch is None else self.dataset.row(index)
 
     def _each(self, batch: KeyedBatch) -> list[Any]:
         """Make the samples one by one, each seeded by its own key."""
@@ -228,7 +232,7 @@ class SampleFetcher(Dataset[Any]):
                 if self.reseed is not None:
                     self.reseed(_keys(batch, [substitute])[0])
                 try:
-                    samples.append(self.dataset[substitute])
+                    samples.append(self._sample(substitute))
                     break
                 except Exception as failure:
                     last = failure

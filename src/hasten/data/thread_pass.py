@@ -236,7 +236,7 @@ def _refuse_draws(loader: Any) -> None:
         try:
             if source.reseed is not None:
                 source.reseed(0)
-            loader.dataset[0]
+            source.dataset[0] if source.read_batch is None else source.read_batch([0])
         except Exception:  # the pass will raise it again, where `on_error` applies
             return
         finally:
