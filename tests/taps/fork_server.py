@@ -7,7 +7,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import linecache
 import os
 import runpy
 import sys
@@ -33,9 +32,6 @@ from tests.taps.forked_pythons import forked_pythons, run
 from tests.taps.scripts import HASTEN
 from tests.taps.serving import Job, serve
 
-# torch's anomaly mode keeps a stack of each operation, for which Python asks the disk about each frame's file: a fifth
-# of the time of a check with it.
-linecache.checkcache = lambda filename=None: None
 planted.register()
 PIL.Image.preinit()  # its formats
 # What hasten imports only where it is needed: 0.05 s in each fork, of which there are a thousand.

@@ -221,18 +221,20 @@ def parts_of(
 
 def _check_padding(name: str, kind: Any, padding: float) -> None:
     """Raise HastenError if a column's type has no such number: NumPy would take another one, or fail at a batch."""
-    dtype = np.dtype(kind.to_pandas_dtype())
-    if dtype.kind != "f" and not (math.isfinite(padding) and _in_range(padding, dtype)):
+    import pyarrow as pa
+
+    if pa.types.is_floating(kind):
+        return
+    if pa.types.is_boolean(kind):
+        least, most = 0, 1
+    elif pa.types.is_unsigned_integer(kind):
+        least, most = 0, 2**kind.bit_width - 1
+    else:
+        least, most = -(2 ** (kind.bit_width - 1)), 2 ** (kind.bit_width - 1) - 1
+    if not (math.isfinite(padding) and padding == int(padding) and least <= padding <= most):
         raise HastenError(
             f"padding={padding} is no {kind}, of which the lists in column {name!r} are", "give padding= that is"
         )
-
-
-def _in_range(padding: float, dtype: np.dtype[Any]) -> bool:
-    if dtype.kind == "b":
-        return padding in (0, 1)
-    limits = np.iinfo(dtype)
-    return padding == int(padding) and limits.min <= padding <= limits.max
 
 
 def _is_number(kind: Any) -> bool:
