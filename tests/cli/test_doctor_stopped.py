@@ -21,6 +21,13 @@ FOREVER = """
     import signal
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if "saves" in sys.argv:
+        def save(number, frame):
+            print("told to end", flush=True)
+            time.sleep(1)
+            print("saved", flush=True)
+            sys.exit(1)
+        signal.signal(signal.SIGINT, save)
     if "float64" in sys.argv:  # of which doctor tries float32 when the script is over
         torch.set_default_dtype(torch.float64)
     def then(done):
@@ -73,6 +80,12 @@ def test_ctrl_c_stops_the_script_and_says_what_was_seen(tmp_path: Path) -> None:
     assert diagnosis.ended == "stopped"
     assert diagnosis.error == ""
     assert diagnosis.verdict.resource != "untrained"
+
+
+def test_what_a_script_does_at_a_ctrl_c_is_not_stopped_by_a_second_one(tmp_path: Path) -> None:
+    """Sent to the whole group, as by a CI runner."""
+    _, said, _ = _stopped(tmp_path, lambda process: os.killpg(process.pid, signal.SIGINT), "saves")
+    assert (said.count("told to end"), said.count("saved")) == (1, 1)
 
 
 def test_ctrl_c_while_changes_are_tried_on_the_spot_is_no_success(tmp_path: Path) -> None:

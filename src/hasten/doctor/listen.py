@@ -40,7 +40,7 @@ from hasten.taps.config import DoctorOptions, RunConfig, environment
 _POLL = 0.1  # seconds between two checks of the process
 _LATE = 45.0  # seconds beyond the time limit after which a run that did not end itself is killed
 _GRACE = 15.0  # seconds that a stopped run has to write its evidence
-_TERMINAL_GRACE = 3.0  # seconds to wait for the terminal's own Ctrl-C to work before passing it on
+_CTRL_C_GRACE = 3.0  # seconds to wait for a Ctrl-C to work that the script may have got itself, before passing it on
 _STOPPED = ("KeyboardInterrupt", "stopped by", "killed by")  # how a script's error begins when doctor was stopped
 # In a script's error: the sandbox kept it from a file.
 _REFUSED = ("No such file or directory", "Permission denied", "Read-only file system")
@@ -200,8 +200,9 @@ class _Observation:
                 return None
             if self.stopped:
                 waited = now - self.stopped_at
-                # A Ctrl-C typed at the terminal reached the script too: passed on at once, it would be a second one.
-                if not passed_on and waited > (_TERMINAL_GRACE if self.stopped == signal.SIGINT and _at_tty() else 0):
+                # A Ctrl-C that is typed, or sent to the whole group, reached the script too: passed on at once, it is a
+                # second one, while the script ends.
+                if not passed_on and waited > (_CTRL_C_GRACE if self.stopped == signal.SIGINT else 0):
                     passed_on = True
                     with contextlib.suppress(ProcessLookupError):
                         process.send_signal(self.stopped)
@@ -302,15 +303,6 @@ class _Observation:
 def _ready_to_end(evidence_path: Path) -> Path:
     """Return the file that the training process creates beside its evidence when it waits to be killed."""
     return evidence_path.with_name(f"{evidence_path.name}.over")
-
-
-def _at_tty() -> bool:
-    """Return whether this process is in the terminal's foreground, so that the script gets Ctrl-C as well."""
-    try:
-        with Path("/dev/tty").open() as terminal:
-            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
-    except OSError:
-        return False
 
 
 def _adopt_orphans() -> None:
