@@ -29,7 +29,7 @@ def compress(ddp: DistributedDataParallel, kind: str, world: World, rank: int = 
             beyond 65504 become infinite; "powersgd": rank * (rows + columns) numbers per matrix.
         world: More than one rank.
         rank: Columns of PowerSGD's matrices.
-        start: Number of first steps that PowerSGD leaves uncompressed.
+        start: Number of first averaged backwards, mostly one per step, that PowerSGD leaves uncompressed.
 
     Returns:
         PowerSGD's state, to be kept in checkpoints; None for the other kinds.
@@ -84,12 +84,12 @@ class PowerSGD:
         module: The model, the same on all ranks.
         world: More than one rank.
         rank: Columns of P and Q: more columns lose less and cost more.
-        start: Number of first steps left uncompressed, in which gradients change fast.
+        start: Number of first averaged backwards left uncompressed: gradients change fast in them.
     """
 
     def __init__(self, module: torch.nn.Module, world: World, rank: int, start: int) -> None:
         self.world, self.rank, self.start = world, rank, start
-        self.steps = 0
+        self.steps = 0  # averaged backwards: with two optimizers, two per step
         self._names = {id(p): name.removeprefix("module.") for name, p in module.named_parameters()}
         self._errors: dict[str, torch.Tensor] = {}
         self._queries: dict[str, torch.Tensor] = {}

@@ -87,8 +87,12 @@ class Flow:
             self._statement(node.body)
         elif isinstance(node, cst.With):
             for item in node.items:
-                self._expressions.eval(item.item)
+                kind = self._expressions.eval(item.item)
+                if item.asname is not None:
+                    self._assign(item.asname.name, item.item, kind)
             self._statement(node.body)
+        elif isinstance(node, cst.Match):
+            self._match(node)
         elif isinstance(node, cst.Try):
             self._statement(node.body)
             for clause in (*node.handlers, node.orelse, node.finalbody):
@@ -98,6 +102,17 @@ class Flow:
             return
         else:
             self._simple(node)
+
+    def _match(self, node: cst.Match) -> None:
+        """Go through the cases as through the branches of an `if`; none of them may be the one that runs."""
+        self._expressions.eval(node.subject)
+        names_before = dict(self._expressions.names)
+        names_after = dict(names_before)
+        for case in node.cases:
+            self._expressions.names = dict(names_before)
+            self._statement(case.body)
+            names_after = _joined(names_after, self._expressions.names)
+        self._expressions.names = names_after
 
     def _simple(self, node: cst.CSTNode) -> None:
         if isinstance(node, cst.Assign):

@@ -301,7 +301,13 @@ class Script:
     @cached_property
     def uses_cuda(self) -> bool:
         """Whether the script's own code may use a CUDA device: it has `cuda` as a name or at the start of a string."""
-        return self.mentions("cuda") or '"cuda' in self.strings or "'cuda" in self.strings
+        begins = (node.parts[0] for node in self.nodes if isinstance(node, cst.FormattedString) and node.parts)
+        return (
+            self.mentions("cuda")
+            or '"cuda' in self.strings
+            or "'cuda" in self.strings
+            or any(isinstance(part, cst.FormattedStringText) and part.value.startswith("cuda") for part in begins)
+        )
 
     @cached_property
     def uses_accelerator(self) -> bool:

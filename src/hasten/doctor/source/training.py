@@ -214,7 +214,7 @@ class Training:
     def rare_test(self, test: cst.BaseExpression) -> bool:
         """Return whether a condition holds only in some steps: `step % 100 == 0`, `i == last`, time passed, `debug`."""
         for node in walk(test):
-            if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
+            if _is_remainder(node):
                 return True
             if isinstance(node, cst.Comparison):
                 equal = isinstance(node.comparisons[0].operator, cst.Equal | cst.In)
@@ -237,9 +237,8 @@ class Training:
         names: set[str] = set()
         for name, value, _ in self.script.assignments:
             for node in walk(value):
-                if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Modulo):
-                    if not isinstance(node.left, cst.SimpleString | cst.ConcatenatedString):  # "%d" % step
-                        names.add(name)
+                if _is_remainder(node):
+                    names.add(name)
                 elif isinstance(node, cst.Comparison) and isinstance(node.comparisons[0].operator, cst.Equal):
                     if self._is_counter(node.left):
                         names.add(name)
@@ -321,3 +320,12 @@ class Training:
                     turned_off = bool(call.args) and dotted(call.args[0].value) == "False"
                     last_mode = "eval" if turned_off else last_name(call.func)
         return last_mode == "eval"
+
+
+def _is_remainder(node: cst.CSTNode) -> bool:
+    """Return whether an expression is `step % 10`, and not the formatting of a string: `"%d" % step`."""
+    return (
+        isinstance(node, cst.BinaryOperation)
+        and isinstance(node.operator, cst.Modulo)
+        and not isinstance(node.left, cst.SimpleString | cst.ConcatenatedString | cst.FormattedString)
+    )

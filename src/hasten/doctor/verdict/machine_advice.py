@@ -77,7 +77,7 @@ def _memory(evidence: Evidence) -> list[str]:
     peak, available = process_peak(evidence), evidence.machine.memory_bytes
     if available < _LEAST_MEMORY or peak <= 0:
         return []
-    if peak < 0.25 * available:
+    if peak < 0.2 * available:  # and a fifth of the smaller machine in reserve
         return [f"a quarter of the memory suffices: it took {peak / 2**30:.1f} of {available / 2**30:.0f} GiB"]
     return [f"more memory is called for: it took {peak / 2**30:.1f} of {available / 2**30:.0f} GiB"] * (
         peak > 0.9 * available

@@ -36,7 +36,8 @@ class DDPStrategy(Strategy):
         gradient_compression: "bf16" or "fp16": half the bytes; "powersgd": far fewer bytes, but another optimization
             path (see `hasten.parallel.compression`). None: no compression.
         powersgd_rank: Columns of PowerSGD's matrices.
-        powersgd_start: Optimizer steps before PowerSGD begins.
+        powersgd_start: Averaged backwards before PowerSGD begins: one per optimizer step, unless `training_step` does
+            several of its own.
         shard_optimizer: ZeRO stage 1: each process holds the optimizer state of its share of the parameters, and
             broadcasts the parameters it updated. The result is the same.
         ddp_comm_hook: Communication hook of torch's, in place of `gradient_compression`.
