@@ -56,7 +56,8 @@ def test_a_row_names_tests_that_are_there(row: str) -> None:
     assert slow == ("*slow*" in row)
 
 
-@pytest.mark.timeout(300)  # imports many of the tests
+@pytest.mark.slow  # imports many of the tests; what is wrong in names of functions and words is seen without
+@pytest.mark.timeout(300)
 def test_pytest_collects_them() -> None:
     tests = [
         f"tests/{file}::{name}" + f"[{case}]" * bool(case) for row in ROWS for file, name, case in NAMED.findall(row)

@@ -76,7 +76,9 @@ def _values(batches: Any) -> Iterator[Any]:
         yield next(iter(batch.values()))
 
 
-def _hasten(workers: int) -> Callable[[str, Path], Pass]:
+def _hasten(workers: int, shuffle: bool = True, later: bool = False) -> Callable[[str, Path], Pass]:
+    """Epochs of a data set that was opened just before, or `later` ones of one that has been read already."""
+
     def prepare(kind: str, folder: Path) -> Pass:
         from hasten.data import DataLoader, ParquetDataset
 
@@ -85,10 +87,15 @@ def _hasten(workers: int) -> Callable[[str, Path], Pass]:
             "tabular": {"columns": [], "stack": {"x": COLUMNS}},
             "tokens": {"columns": ["tokens"]},
         }[kind]
+        path = folder / f"{kind}.parquet"
+        read = ParquetDataset(path, **options)
+        if later:
+            for _ in DataLoader(read, BATCH):
+                pass
 
         def begin(number: int) -> Iterator[Any]:
-            data = ParquetDataset(folder / f"{kind}.parquet", **options)
-            return _values(DataLoader(data, BATCH, shuffle=True, num_workers=workers, seed=number))
+            data = read if later else ParquetDataset(path, **options)
+            return _values(DataLoader(data, BATCH, shuffle=shuffle, num_workers=workers, seed=number))
 
         return begin
 
@@ -327,11 +334,13 @@ def _limit(kind: str, folder: Path) -> Pass:
     return begin
 
 
+_WINDOW = "row groups, and rows of 16 of them"
+_EXACTLY = "exactly, on other ranks and workers"
 SIDES: dict[str, Facts] = {
-    "hasten": Facts("hasten", "row groups, and rows of 16 of them", "exactly, on other ranks and workers", _hasten(2)),
-    "hasten, no workers": Facts(
-        "hasten", "row groups, and rows of 16 of them", "exactly, on other ranks and workers", _hasten(0)
-    ),
+    "hasten": Facts("hasten", _WINDOW, _EXACTLY, _hasten(2)),
+    "hasten, no workers": Facts("hasten", _WINDOW, _EXACTLY, _hasten(0)),
+    "hasten, in order": Facts("hasten", "nothing here", _EXACTLY, _hasten(0, shuffle=False)),
+    "hasten, later epochs": Facts("hasten", _WINDOW, _EXACTLY, _hasten(0, later=True)),
     "torch": Facts("torch", "all rows, in memory", "not by itself", _torch),
     "torch, expert": Facts("torch", "all rows, in memory", "not by itself", _expert),
     "datasets": Facts("datasets", "all rows, by an index", "not map-style ones", _datasets),

@@ -328,3 +328,13 @@ def test_a_state_of_other_files_is_refused(folder, tmp_path):
     write(tmp_path / "other", rows=ROWS)
     with pytest.raises(HastenError, match="other data or another order"):
         DataLoader(ParquetDataset(tmp_path / "other", ["id"]), shuffle=True).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("pixels", "workers"), [(16, "process"), (128, "thread")])
+def test_very_small_images_are_decoded_in_processes(tmp_path, pixels, workers):
+    path = write(tmp_path, rows=20, image=[jpeg(number, (pixels, pixels)) for number in range(20)])
+    data = ParquetDataset(path, ["id"], images=["image"])
+    loader = DataLoader(data, 4, num_workers=2, shuffle=True)
+    assert loader.workers == data.best_workers == workers
+    threads = DataLoader(data, 4, num_workers=2, shuffle=True, workers="thread")
+    assert all(torch.equal(a["image"], b["image"]) for a, b in zip(loader, threads, strict=True))

@@ -68,8 +68,8 @@ class DataLoader(TorchDataLoader[Any]):
         pin_memory_device: As in torch.
         in_order: Must be True.
         seed: Seed of the order and of the samples, the same on all ranks; default 0.
-        workers: "process", or "thread" for datasets that spend their time with the GIL released; None: "thread" for a
-            ParquetDataset, else "process".
+        workers: "process", or "thread" for datasets that spend their time with the GIL released; None: for a
+            ParquetDataset its `best_workers`, else "process".
         on_error: What to do when a sample raises: "raise", "skip" it (the batch is smaller), or "substitute" another
             sample chosen by seed, epoch and index. `faults` lists the skipped and replaced samples.
         rank: Rank of this process; default: torch.distributed's, else the variable RANK.
@@ -106,8 +106,7 @@ class DataLoader(TorchDataLoader[Any]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if workers is None:
-            workers = "thread" if hasattr(dataset, "read_batch") else "process"
+        workers = workers or _best_workers(dataset)
         _check(dataset, batch_size, batch_sampler, sampler, shuffle, in_order, workers, on_error)
         if (rank is None) != (world_size is None):
             raise HastenError("DataLoader was given only one of rank and world_size", "give both, or neither")
@@ -226,6 +225,13 @@ class DataLoader(TorchDataLoader[Any]):
                 f"{-extra} come twice in each epoch, so that all ranks get equally many (drop_last leaves some out)"
             )
         warn(f"{sampler.length} samples on {size} ranks: {effect}", stacklevel=3)
+
+
+def _best_workers(dataset: Any) -> Literal["process", "thread"]:
+    if not hasattr(dataset, "read_batch"):
+        return "process"
+    best: Literal["process", "thread"] = getattr(dataset, "best_workers", "thread")  # a ParquetDataset knows
+    return best
 
 
 def _check(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hasten.data.parquet_columns import Ragged, parts_of
-from hasten.data.parquet_files import files_of, together
+from hasten.data.parquet_files import LocalFile, files_of
+from hasten.data.parquet_filters import Group, kept_groups
 from hasten.data.parquet_images import ImageError
 from hasten.data.parquet_order import FileOrder, LaneOrder, places_of
 from hasten.data.permutation import Indices
@@ -23,26 +26,15 @@ from hasten.data.remote.options import Remote
 from hasten.data.remote.pool import Pool
 from hasten.data.row_block import RowBlock
 from hasten.data.row_groups_ahead import ReadAhead, RowGroupPrefetch
+from hasten.data.rows_in_memory import RowsInMemory
 from hasten.errors import HastenError
 
-_BUDGET = 256 << 20  # bytes of row groups open at a time, if `window` is not given
+_BUDGET = 256 << 20  # bytes of row groups open at a time, if `window` is not given; data no larger stays in memory
 _MOST = 16  # row groups open at a time, if `window` is not given
 _AHEAD = 64 << 20  # bytes of row groups of local files that are read before they are needed
 _BLOCK = 4 << 20  # bytes of rows read at once
-_FILTERING = 8  # threads that read row groups to filter their rows
-_OF_PROCESS = ("_open", "_lock", "_ahead", "_pool")  # attributes that no other process can have
-
-
-class _Group:
-    """A row group: its file, its number in the file, its row count, and the rows that pass the filters (None: all)."""
-
-    __slots__ = ("file", "number", "rows", "selected")
-
-    def __init__(self, file: int, number: int, rows: int, selected: Indices | None = None) -> None:
-        self.file = file
-        self.number = number
-        self.selected = selected
-        self.rows = rows if selected is None else len(selected)
+_SMALL_IMAGE = 1280  # bytes, encoded: decoding it takes about as long as handing the GIL to another thread
+_OF_PROCESS = ("_open", "_lock", "_ahead", "_pool", "_memory")  # attributes that no other process can have
 
 
 class ParquetDataset(Dataset[dict[str, Any]]):
@@ -51,7 +43,9 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     A batch is a dict: numbers as tensors, fixed-size lists as 2-D tensors, variable-length lists padded (with
     `<name>_lengths`) or packed (with `<name>_offsets`), strings and bytes as lists, images as uint8 tensors
     batch x 3 x height x width (a list if sizes differ). Under `hasten.data.DataLoader` a shuffled epoch keeps `window`
-    row groups open at a time, reads each once, and mixes the rows of all open groups; workers are threads by default.
+    row groups open at a time, reads each once, and mixes the rows of all open groups; workers are threads by default,
+    or processes where images are very small (1 KB: decoding them takes less than handing the GIL to another thread).
+    Numbers and fixed-size lists of local files that take up to 256 MB in all are read once and stay in memory.
 
     Args:
         paths: A file, a folder of `*.parquet`, a glob pattern, or a list of these; read in sorted order. Hive-style
@@ -95,19 +89,21 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self._files, self._reader = files_of(paths, remote)
         self.files: list[Path | str] = [file.place for file in self._files]
         self.transform = transform
+        self._images = list(images)
         schema = self._files[0].schema
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
         column_names = dict.fromkeys([*self.columns, *images, *(name for names in stack.values() for name in names)])
         self._parts = parts_of(schema, list(column_names), set(images), stack, ragged, padding)
         self._names = list(column_names)
-        self._groups = self._kept_groups(filters)
+        self._groups = kept_groups(self._files, filters)
         self._sizes: Indices = np.array([group.rows for group in self._groups], np.int64)
         self._ends = np.cumsum(self._sizes)
         if not len(self):
             why = f"no row passes filters={filters}" if filters is not None else "their files have no rows"
             raise HastenError(f"nothing to read in {self._files[0]}{' and others' * (len(self._files) > 1)}: {why}")
         self.window = window or self._own_window()
+        self._row_bytes = self._bytes_per_row()
         self.rows_at_once = self._rows_at_once()
         self.fingerprint = repr(
             ([(file.name, file.size) for file in self._files],
@@ -125,6 +121,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             self._reader.forget()
         budget = _AHEAD if self._reader is None else self._reader.remote.ahead
         self._ahead = RowGroupPrefetch(self._begin, budget)
+        # No more than the row groups of a window may take.
+        fits = self._row_bytes and self._row_bytes * len(self) <= _BUDGET
+        files = [file for file in self._files if isinstance(file, LocalFile)]
+        self._memory = RowsInMemory(files, self._parts, self._sizes) if fits and self._reader is None else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
@@ -132,6 +132,16 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    @property
+    def best_workers(self) -> Literal["process", "thread"]:
+        """What makes a loader's batches fastest."""
+        # Each process reads whole row groups: from a server, every one of them would fetch all bytes.
+        if self._images and self._reader is None and _forks():
+            rows = sum(file.metadata.num_rows for file in self._files)
+            if sum(self._group_sizes(self._images)) <= _SMALL_IMAGE * len(self._images) * rows:
+                return "process"
+        return "thread"
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -174,19 +184,27 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         # Not in a forked child before its own reset: the prefetcher's lock and threads are the parent's.
         if self._process == os.getpid():
             self._ahead.follow(groups)
+            if self._memory is not None:
+                self._memory.check_files(begins=True)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
         """Return a batch of these rows, transformed."""
         block: RowBlock | None = getattr(indices, "block", None)
         if block is None:
             batch = self._gathered(indices)
+        elif self._memory is not None and self._memory.is_complete:
+            batch = self._gathered(block.rows_of(indices.begin, len(indices)))  # type: ignore[attr-defined]
         else:
             batch = block.part(indices.begin, indices, self._gathered)  # type: ignore[attr-defined,arg-type]
         return batch if self.transform is None else self.transform(batch)
 
-    def _gathered(self, indices: Sequence[int]) -> dict[str, Any]:
+    def _gathered(self, indices: Sequence[int] | Indices) -> dict[str, Any]:
         """Return a batch of these rows, in their order, before the transform."""
         where = np.asarray(indices, np.int64)
+        if self._memory is not None:
+            self._memory.check_files()
+            if self._memory.is_complete:
+                return self._memory.gather(where)
         needed = places_of(np.searchsorted(self._ends, where, side="right"))
         places = [place for _, place in needed]
         rows = [where[place] - (self._ends[number] - self._groups[number].rows) for number, place in needed]
@@ -234,8 +252,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             loading.coming = None  # cleared first: after an error the next try refetches
             if isinstance(coming, ReadAhead):
                 loading.arrays, coming = coming.arrays(), None
-            if loading.arrays is None:
-                loading.arrays = self._read(self._groups[number], coming)
+            arrays = loading.arrays or self._read(self._groups[number], coming)
+            loading.arrays = arrays if self._memory is None else self._memory.put(number, arrays)
         finally:
             loading.lock.release()
 
@@ -266,9 +284,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         if isinstance(file, RemoteFile):
             return file.begin(group.number, self._names)
         self._pool = self._pool or Pool(1, finishes=True)
-        return ReadAhead(self._pool, functools.partial(self._read, group), self._size(group.file, group.number))
+        size = _bytes_in(file.metadata.row_group(group.number), self._names)
+        return ReadAhead(self._pool, functools.partial(self._read, group), size)
 
-    def _read(self, group: _Group, coming: PendingRead | None = None) -> list[Any]:
+    def _read(self, group: Group, coming: PendingRead | None = None) -> list[Any]:
         file = self._files[group.file]
         if isinstance(file, RemoteFile):
             table = file.read(group.number, self._names, coming)
@@ -292,69 +311,29 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                         "write the files with one schema",
                     )
 
-    def _kept_groups(self, filters: Any) -> list[_Group]:
-        """Return the row groups that have rows left after filtering, in file order."""
-        counts = [
-            [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
-            for file in self._files
-        ]
-        if filters is None:
-            return [_Group(file, n, rows) for file, sizes in enumerate(counts) for n, rows in enumerate(sizes) if rows]
-        import pyarrow as pa
-        import pyarrow.dataset as ds
-        import pyarrow.parquet as pq
-
-        def filtered(candidate: tuple[int, int, list[str]]) -> _Group:
-            file, number, names = candidate
-            table = self._files[file].read(number, names)
-            return _Group(file, number, counts[file][number], _passing(table, condition))
-
-        try:
-            condition = filters if isinstance(filters, ds.Expression) else pq.filters_to_expression(filters)
-            possible = []
-            for number, file in enumerate(self._files):
-                footer = pa.BufferOutputStream()
-                # pyarrow prunes row groups of a fragment, and the footer alone has the statistics that this needs: a
-                # remote file is not read for it.
-                file.metadata.write_metadata_file(footer)
-                fragment = ds.ParquetFileFormat().make_fragment(
-                    pa.BufferReader(footer.getvalue()), partition_expression=file.guarantee()
-                )
-                for part in fragment.split_by_row_group(filter=condition, schema=file.schema):
-                    # pyarrow does not list an expression's columns, so look for their names in its text. An extra
-                    # match (column "a" in "label") costs only time.
-                    names = [name for name in file.schema.names if name in str(condition)]
-                    possible.append((number, part.row_groups[0].id, names))
-            return [group for group in together(filtered, possible, _FILTERING) if group.rows]
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise HastenError(f"filters={filters!r} cannot be applied: {error}") from error
-
     def _own_window(self) -> int:
         """Return how many row groups fit the budget, by the largest size in the footers; the same on all ranks."""
-        sizes = [
-            self._size(number, group)
-            for number, file in enumerate(self._files)
-            for group in range(file.metadata.num_row_groups)
-        ]
-        return int(max(2, min(_MOST, _BUDGET // max(1, *sizes, 1))))
+        return int(max(2, min(_MOST, _BUDGET // max(1, *self._group_sizes(self._names), 1))))
 
-    def _size(self, file: int, group: int) -> int:
-        """Return the bytes of a row group's columns that are read, by the footer."""
-        footer = self._files[file].metadata.row_group(group)
-        columns = map(footer.column, range(footer.num_columns))
-        return sum(
-            int(column.total_uncompressed_size)
-            for column in columns
-            if column.path_in_schema.split(".")[0] in self._names
-        )
+    def _group_sizes(self, names: Collection[str]) -> list[int]:
+        """Return the bytes of these columns in each row group of each file."""
+        return [
+            _bytes_in(file.metadata.row_group(number), names)
+            for file in self._files
+            for number in range(file.metadata.num_row_groups)
+        ]
+
+    def _bytes_per_row(self) -> int:
+        """Return the bytes of a row in memory; 0 if rows differ: images, texts, lists of other lengths."""
+        sizes = [getattr(part, "row_bytes", 0) for part in self._parts]
+        return sum(sizes) if all(sizes) else 0
 
     def _rows_at_once(self) -> int:
         """Return how many rows to read at once, with those of other batches; 0 if a batch is best read alone."""
-        sizes = [getattr(part, "row_bytes", 0) for part in self._parts]
-        if not all(sizes):  # images, texts and lists of other lengths take their time row by row
+        if not self._row_bytes:  # they take their time row by row
             return 0
         # Of each open row group a small part: threads that read far apart would keep more of them open than there may.
-        return min(_BLOCK // sum(sizes), self.window * int(np.median(self._sizes)) // 8)
+        return min(_BLOCK // self._row_bytes, self.window * int(np.median(self._sizes)) // 8)
 
 
 class _Loading:
@@ -368,14 +347,15 @@ class _Loading:
         self.coming: PendingRead | ReadAhead | None = None
 
 
-def _passing(table: Any, condition: Any) -> Indices:
-    """Return the numbers of the rows that pass a filter."""
-    import pyarrow as pa
-
-    kept: Indices = (
-        table.append_column("_hasten_row", pa.array(np.arange(table.num_rows)))
-        .filter(condition)
-        .column("_hasten_row")
-        .to_numpy()
+def _bytes_in(footer: Any, names: Collection[str]) -> int:
+    """Return the bytes of columns in a row group, by the footer."""
+    columns = map(footer.column, range(footer.num_columns))
+    return sum(
+        int(column.total_uncompressed_size) for column in columns if column.path_in_schema.split(".")[0] in names
     )
-    return kept
+
+
+def _forks() -> bool:
+    """Return whether worker processes are forked, and so need nothing that can be pickled."""
+    method = multiprocessing.get_start_method(allow_none=True)  # None: nothing has been started yet
+    return method == "fork" or (method is None and sys.version_info < (3, 14))

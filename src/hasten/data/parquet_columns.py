@@ -129,6 +129,11 @@ class PassedThrough:
 
 
 def _rows(parts: list[tuple[Any, Any]], places: list[Any]) -> torch.Tensor:
+    if len(parts) == 1:
+        (block, rows), *_ = parts
+        return torch.from_numpy(block.take(rows, axis=0))
+    if all(_is_run(rows) for _, rows in parts) and _is_run(np.concatenate(places)):  # in file order
+        return torch.from_numpy(np.concatenate([block[rows[0] : rows[-1] + 1] for block, rows in parts]))
     first = parts[0][0]
     values = np.empty((sum(len(rows) for _, rows in parts), *first.shape[1:]), first.dtype)
     if first[:1].nbytes > _LONG_ROW:
@@ -143,6 +148,11 @@ def _rows(parts: list[tuple[Any, Any]], places: list[Any]) -> torch.Tensor:
     order = np.empty(end, np.int64)
     order[np.concatenate(places)] = np.arange(end)
     return torch.from_numpy(values.take(order, axis=0))
+
+
+def _is_run(numbers: Any) -> bool:
+    """Return whether numbers follow each other without a gap: 7, 8, 9."""
+    return bool(numbers[-1] - numbers[0] == len(numbers) - 1 and (numbers[1:] - numbers[:-1] == 1).all())
 
 
 def _ranges(starts: Any, lengths: Any) -> Any:

@@ -61,6 +61,13 @@ class LocalFile:
             raise HastenError(f"{self.path} cannot be read any more: {error.strerror}") from None
         return status.st_size, status.st_mtime_ns
 
+    def check_unchanged(self) -> None:
+        """Raise HastenError if the file is not what it was when it was opened."""
+        if self._look() != self._stamp:
+            raise HastenError(
+                f"{self.path} was changed or replaced while it is read", "begin again with the files as they are"
+            )
+
     def lies_in(self, partitions: Partitions) -> None:
         """Add the partition columns to the file's schema.
 
@@ -81,10 +88,7 @@ class LocalFile:
         Raises:
             HastenError: The file cannot be read, was changed since it was opened, or is damaged.
         """
-        if self._look() != self._stamp:
-            raise HastenError(
-                f"{self.path} was changed or replaced while it is read", "begin again with the files as they are"
-            )
+        self.check_unchanged()
         own = [name for name in columns if name not in self.values]
         table = read_group(lambda: self.path, self.metadata, group, own, str(self))
         if self.partitions is None:

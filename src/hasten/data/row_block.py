@@ -31,6 +31,10 @@ class RowBlock:
         self._rows: dict[str, torch.Tensor] | None = None
         self._fails = False
 
+    def rows_of(self, begin: int, count: int) -> Indices:
+        """Return the rows of a batch that begins here."""
+        return self._indices[begin : begin + count]
+
     def part(self, begin: int, indices: list[int], gather: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Return the rows of a batch.
 

@@ -1,0 +1,69 @@
+"""Keeps the rows of a small data set in memory, so that only its first epoch reads the files."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hasten.data.parquet_files import LocalFile
+from hasten.data.permutation import Indices
+
+_CHECK = 1.0  # seconds between looks at the files
+
+
+class RowsInMemory:
+    """One array per part of a batch, for the rows of all row groups.
+
+    Args:
+        files: The files, which are looked at from time to time: what is in memory is not read again, which would tell
+            that a file was changed.
+        parts: The handlers of the columns; each makes one array of a row group.
+        sizes: Rows of each row group.
+    """
+
+    def __init__(self, files: Sequence[LocalFile], parts: list[Any], sizes: Indices) -> None:
+        self.is_complete = False
+        self._files = files
+        self._parts = parts
+        self._ends = np.cumsum(sizes).tolist()
+        self._arrays: list[Any] = []
+        self._missing = set(range(len(sizes)))
+        self._lock = threading.Lock()
+        self._checked_at = 0.0
+
+    def put(self, number: int, arrays: list[Any]) -> list[Any]:
+        """Copy a row group's arrays, and return the copies."""
+        with self._lock:
+            self._arrays = self._arrays or [np.empty((self._ends[-1], *one.shape[1:]), one.dtype) for one in arrays]
+        end = self._ends[number]
+        copies = [whole[end - len(one) : end] for whole, one in zip(self._arrays, arrays, strict=True)]
+        for copy, one in zip(copies, arrays, strict=True):
+            copy[...] = one
+        with self._lock:
+            self._missing.discard(number)
+            self.is_complete = not self._missing
+        return copies
+
+    def gather(self, rows: Indices) -> dict[str, Any]:
+        """Return a batch of these rows, in their order."""
+        places = [np.arange(len(rows))]
+        batch: dict[str, Any] = {}
+        for part, array in zip(self._parts, self._arrays, strict=True):
+            batch.update(part.gather([(array, rows)], places))
+        return batch
+
+    def check_files(self, begins: bool = False) -> None:
+        """Look at the files once a second, and when a pass begins.
+
+        Raises:
+            HastenError: One was changed or removed.
+        """
+        now = time.monotonic()
+        if begins or now - self._checked_at > _CHECK:
+            for file in self._files:
+                file.check_unchanged()
+            self._checked_at = now
