@@ -200,3 +200,13 @@ def test_under_run_it_keeps_less(train: Train) -> None:
 
 def test_tune_does_not_try_it_by_itself() -> None:
     assert isinstance(CATALOGUE["chunked_loss"].settings(evidence_of()), Refusal)
+
+
+def test_torchscript_compiles_the_plain_function(technique: ChunkedLoss) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(x, y)
+
+    x, y = torch.randn(6, 5), torch.randint(5, (6,))
+    for module in (torch.nn.CrossEntropyLoss(), Model()):
+        assert torch.equal(torch.jit.script(module)(x, y), PLAIN(x, y))

@@ -179,6 +179,7 @@ OF_ITS_OWN = {
     "a file": "open('log', 'a').write(str(index)); return index, os.getpid()",
     "the worker": "info = get_worker_info(); return (-1 if info else index), os.getpid()",
     "its own error": "return [index, 1 // (index - 6)], os.getpid()",
+    "a variable of the environment": "return int(os.environ.get('LEVEL', '0')), os.getpid()",
     "what cannot be sent": "return (lambda: index)(), os.getpid(), threading.Lock()",
 }
 

@@ -46,13 +46,15 @@ UNSEEN = words(
     "fromtimestamp localtime gmtime strftime ctime mktime astimezone gethostname getlogin getuser cpu_count urlopen "
     "urandom secrets token_bytes token_hex token_urlsafe randbelow uuid1 uuid4 default_rng RandomState SystemRandom "
     "PCG64 PCG64DXSM MT19937 Philox SFC64 SeedSequence seed initial_seed get_rng_state getstate get_state "
+    "get_num_threads getcontext geterr get_printoptions "
     "vars __dict__ __globals__ __getattribute__ modules import_module __import__ locate resolve_name _getframe "
     "builtins __builtins__ truetype load_default getOpenProfile set_flush_denormal set_printoptions"
 )
 # Names that read files without Python's audit events.
 UNREAD = words(
     "cv2 imread read_image read_file read_video decode_image h5py File memmap from_file skimage imageio soundfile "
-    "torchaudio librosa decord av lmdb zarr pyarrow read_parquet pandas sqlite3 fromfile pread preadv "
+    "torchaudio torchcodec librosa decord av lmdb zarr pyarrow read_parquet pandas polars duckdb sqlite3 fromfile "
+    "pread preadv safetensors safe_open rasterio SimpleITK ReadImage netCDF4 openslide pyvips kornia_rs tensorstore "
     "Thread ThreadPool ThreadPoolExecutor"
 )
 

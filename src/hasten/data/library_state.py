@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import types
+import warnings
 from typing import Any
 
 from hasten.data.code_references import ALWAYS, TRUSTED, is_installed
@@ -36,6 +37,11 @@ _ATTRIBUTES = {
 }
 
 
+def settings_of_libraries() -> tuple[Any, ...]:
+    """Return the settings that a script may change for some samples, of the libraries that it has imported."""
+    return tuple([_attribute(name, usual) for name, usual in _ATTRIBUTES.items()])
+
+
 def library_state() -> tuple[Any, ...]:
     """Return everything in this process that a sample's values depend on, apart from its dataset, as plain values."""
     import numpy
@@ -48,7 +54,9 @@ def library_state() -> tuple[Any, ...]:
         getattr(torch.backends.mkldnn, "enabled", None),
         torch.get_default_device().type,
     )
-    errors = tuple(sorted(numpy.geterr().items()))
+    # By these a sample may fail. Other filters change no sample, and libraries add them when they are imported.
+    raising = tuple(repr(one) for one in warnings.filters if one[0] == "error")
+    errors = tuple(sorted(numpy.geterr().items())), raising
     texts = (
         repr(numpy.get_printoptions()),
         repr(sorted(vars(torch._tensor_str.PRINT_OPTS).items())),
@@ -57,7 +65,7 @@ def library_state() -> tuple[Any, ...]:
     context = decimal.getcontext()
     decimals = (context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp)
     variables = tuple((name, os.environ.get(name)) for name in _VARIABLES)
-    attributes = tuple((name, repr(_attribute(name, usual))) for name, usual in _ATTRIBUTES.items())
+    attributes = tuple(zip(_ATTRIBUTES, map(repr, settings_of_libraries()), strict=True))
     of_libraries = of_torch, errors, texts, decimals
     return platform.system(), machine.cpu, machine.cpu_flags, versions(), of_libraries, variables, attributes
 

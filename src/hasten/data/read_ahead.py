@@ -12,7 +12,6 @@ ahead ends, and the original function is called.
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import random
 import sys
@@ -32,6 +31,7 @@ from hasten.data.round_trip import why_no_round_trip
 from hasten.data.sample_store import pack
 from hasten.data.sampler_order import batches
 from hasten.data.snapshot import Snapshot, ambient, random_states
+from hasten.data.stand_in import plain_copy
 from hasten.evidence.machine import memory_free
 
 _CHECKED, _WHOLE_LOOKS = 16, 2  # first calls, which the training makes and checks; how many of them check in full
@@ -55,8 +55,7 @@ class ReadFunction:
     """
 
     def __init__(self, function: Any, threads: int, let_go: Callable[[str], None]) -> None:
-        self.function = self.__wrapped__ = function
-        self.__name__ = getattr(function, "__name__", "loader")
+        self.function = function
         self.requested_keys: list[Any] = []  # the keys that the current batch has asked for
         self.ways: list[Any] = []  # see FilePredictor
         self._let_go, self._count = let_go, threads
@@ -89,8 +88,7 @@ class ReadFunction:
         return task.take()
 
     def __reduce__(self) -> Any:
-        # A copy becomes the dataset's own function: `(function,)[0]`, so that unpickling needs no hasten.
-        return operator.getitem, ((self.function,), 0)
+        return plain_copy(self.function)
 
     @property
     def ready(self) -> bool:

@@ -28,6 +28,7 @@ from hasten.data.code_references import (
     formats,
     globals_of,
     imports_of,
+    is_installed,
     is_of_library,
     is_set,
     is_trusted,
@@ -288,6 +289,8 @@ class ReachableParts:
         if kind == "_OpNamespace" and module.__name__.rpartition(".")[2] not in _OPS:
             self.blind = f"calls operators that the script may have defined, {module.__name__} ({name})"
         elif not is_trusted(module):
+            if is_installed(top := module.__name__.partition(".")[0]):
+                self.names.add(top)  # `import polars as pl`: code names `pl`
             self._modules.append((name, module, set()))
         elif kind == "_Ops":
             self.names.add("ops")

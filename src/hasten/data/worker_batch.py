@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from hasten.data.code_references import SAYS, WRITES
+from hasten.data.code_references import SAYS, WRITES, words
 from hasten.data.opened_files import opened
 from hasten.data.round_trip import why_no_round_trip
 from hasten.data.sample_fetcher import no_room, share, shared_bytes
 from hasten.data.snapshot import Snapshot, random_states
 
 END = "end"  # a task: report what a full comparison finds changed
+# Inputs of samples that the training may change in its own process, unseen by snapshots; not those that are much used
+# and seldom change, such as whether a file exists.
+_ELSEWHERE = words(
+    "environ environb getenv getenvb sqlite3 from_file safetensors safe_open get_num_threads initial_seed"
+)
 _SHM_HINT = "docker run --shm-size=8g enlarges it"
 
 
@@ -96,6 +101,8 @@ def seed_batch(seed: int, number: int) -> tuple[Any, ...]:
 
 
 def says(snapshot: Snapshot) -> str:
-    """Return why the code that makes samples may print or write something; "" if it does not."""
-    named = sorted(snapshot.names & (SAYS | WRITES))
-    return f"samples' code names `{named[0]}`: it may say or write something of its own" if named else ""
+    """Return why the code that makes samples may print or write something, or see what no snapshot does; else ""."""
+    if named := sorted(snapshot.names & (SAYS | WRITES)):
+        return f"samples' code names `{named[0]}`: it may say or write something of its own"
+    named = sorted(snapshot.names & _ELSEWHERE)
+    return f"samples' code names `{named[0]}`, which the training may change unseen during a pass" if named else ""

@@ -44,6 +44,8 @@ class ReplacedFunction:
             self._plain = current
             self._inherited = self._name not in vars(self._owner)
             self._wrapper = functools.wraps(current)(self._change(current))
+            # By functools.wraps it finds the plain function's source, but would look names up among those of ours.
+            self._wrapper.__prepare_scriptable__ = lambda: current
             _tell_torchscript(current, self._wrapper)
         _in_place[id(self._wrapper)] = self
         setattr(self._owner, self._name, self._static(self._wrapper))

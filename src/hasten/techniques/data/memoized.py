@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from hasten.data import SampleStore
 from hasten.data.determinism import why_it_draws, why_not_deterministic
 from hasten.data.disk_store import DiskStore
+from hasten.data.library_state import library_state, settings_of_libraries
 from hasten.data.object_cache import ObjectCache, copy_of
 from hasten.data.opened_files import changed_file, hear_again, opened
 from hasten.data.round_trip import why_no_round_trip
@@ -116,7 +117,7 @@ class Memoized:
         """
         if self.is_over():
             return False
-        if self._snapshot.changed_at_all() if whole else self._snapshot.changed(rows):
+        if self._changed_at_all() if whole else self._snapshot.changed(rows):
             late = self._snapshot.late
             self._start()
             if late:  # samples taken from the store since the change cannot be taken back
@@ -124,6 +125,13 @@ class Memoized:
             if why := late or self._why_not():
                 self.end(why)
         return not self._ended
+
+    def end_of_pass(self) -> None:
+        """Compare everything once more: a change that `look` has missed until now came while samples were taken."""
+        if not self._unseen or self._pid != os.getpid() or self.is_over():
+            return
+        if change := self._snapshot.changed_at_all():
+            self.end(f"{change} changed during a pass, seen at its end: samples of this pass may be stale")
 
     def get(self, key: Any, make: Callable[[Any], Any]) -> Any:
         """Return the value kept for a key, or make it.
@@ -174,8 +182,14 @@ class Memoized:
 
     def _start(self) -> None:
         self._snapshot = Snapshot(self._roots)
+        self._libraries = library_state()
         self._ready.clear()
         self._state = self._new_state()
+
+    def _changed_at_all(self) -> str:
+        if change := self._snapshot.changed_at_all():
+            return change
+        return "a setting of a library" if library_state() != self._libraries else ""
 
     def _new_state(self) -> str:
         """Return a unique name for the present state of what samples depend on."""
@@ -183,7 +197,7 @@ class Memoized:
 
     def _surroundings(self) -> tuple[Any, ...]:
         """Return the ambient settings that decide, beside the key, which sample would be made."""
-        return self._state, ambient(), flushes_denormals()
+        return self._state, ambient(), flushes_denormals(), settings_of_libraries()
 
     def _keep(self, key: Any, value: Any) -> None:
         self._store.put((*self._surroundings(), key), value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hasten.data.disk_store import DiskStore
 from hasten.data.fingerprint import Unnamed, fingerprint
+from hasten.data.library_state import settings_of_libraries
 from hasten.data.snapshot import ambient, flushes_denormals
 from hasten.techniques.data import memoized as memory
 from hasten.techniques.data.memoized import Memoized
@@ -72,7 +73,7 @@ class MemoizedOnDisk(Memoized):
         import torch
 
         # The number of threads decides how sums are rounded, and is 1 in workers. The state is in the file's name.
-        return ambient(), flushes_denormals(), torch.get_num_threads()
+        return ambient(), flushes_denormals(), torch.get_num_threads(), settings_of_libraries()
 
     def _keep(self, key: Any, value: Any) -> None:
         if self.pid != os.getpid():  # after a fork, the waiting samples are the parent's

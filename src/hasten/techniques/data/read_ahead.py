@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten import messages
+from hasten.data.stand_in import StandIn, called_by
 from hasten.evidence import Evidence, Machine, Phase
 from hasten.evidence.figures import percent
 from hasten.plan import Setting
@@ -100,15 +101,20 @@ class ReadAhead(Technique):
         from hasten.data.read_ahead import ReadFunction
 
         # Inside a sample cache, so that files whose result is cached are not read at all.
-        holder, name = (inner.loader, "function") if isinstance(inner.loader, CachedFunction) else (inner, "loader")
-        function = getattr(holder, name)
-        if isinstance(function, ReadFunction):
-            if not function.over:
-                function.look_again()
-            return function
-        function = ReadFunction(function, self.threads, self._give_up)
-        setattr(holder, name, function)  # even if it gave up at once, so that later passes do not inspect it again
-        return function
+        cache = called_by(inner.loader)
+        function = cache.function if isinstance(cache, CachedFunction) else inner.loader
+        reader = called_by(function)
+        if isinstance(reader, ReadFunction):
+            if not reader.over:
+                reader.look_again()
+            return reader
+        reader = ReadFunction(function, self.threads, self._give_up)
+        stand_in = StandIn(function, reader)  # even if it gave up at once: later passes need not inspect it again
+        if isinstance(cache, CachedFunction):
+            cache.function = stand_in
+        else:
+            inner.loader = stand_in
+        return reader
 
     def _give_up(self, why: str) -> None:
         self.refused(why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ from hasten.data import SampleStore
 from hasten.data.disk_folder import SampleFolder, room_on_disk
 from hasten.data.disk_store import DiskStore
 from hasten.data.sample_store import room
+from hasten.data.stand_in import StandIn, called_by, plain_copy
 from hasten.errors import HastenError
 from hasten.evidence import Evidence, LoaderFacts, Phase, Probe
 from hasten.evidence.figures import percent
@@ -162,11 +164,11 @@ class SampleCache(Technique):
         if self.keep == "samples":
             return  # see `loader`
         inner = with_loader_function(dataset)
-        if inner is None or isinstance(inner.loader, CachedFunction):
+        if inner is None or isinstance(called_by(inner.loader), CachedFunction):
             return
         memo = self._keeping(inner, {"loader": inner.loader})
         if memo is not None and not memo.is_over():
-            inner.loader = CachedFunction(inner.loader, memo)
+            inner.loader = StandIn(inner.loader, CachedFunction(inner.loader, memo))
             self._memos["decoded", id(inner)] = memo
             memo.paused = not self.active
             self.did("dataset")
@@ -287,6 +289,10 @@ class _CachedFetcher:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._fetcher, name)
 
+    def __del__(self) -> None:  # with the pass's iterator
+        if not sys.is_finalizing():
+            self._memo.end_of_pass()
+
     def fetch(self, indices: Any) -> Any:
         """Return the batch that the wrapped fetcher would return, with samples from the memo."""
         fetcher, memo = self._fetcher, self._memo
@@ -310,29 +316,26 @@ class CachedFunction:
 
     def __init__(self, function: Any, memo: Memoized) -> None:
         self.function = function
-        self._memo = memo
-        self.__wrapped__ = function
-        self.__name__ = getattr(function, "__name__", "loader")
+        self.memo = memo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self._memo.look():
+        if not kwargs and len(args) == 1 and type(args[0]) in _KEYS and self.memo.look():
             try:
-                return self._memo.get(args[0], self.function)
+                return self.memo.get(args[0], self.function)
             except StaleSample:
                 pass
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         # A pickled copy can share a store on disk only; otherwise it becomes the plain function.
-        files = self._memo.files()
-        # Pickled as `operator.getitem((function,), 0)`, so that unpickling a script's own files does not need hasten.
-        return (operator.getitem, ((self.function,), 0)) if files is None else (_unpickled, (self.function, files))
+        files = self.memo.files()
+        return plain_copy(self.function) if files is None else (_unpickled, (self.function, files))
 
 
 def _unpickled(function: Any, files: DiskStore) -> Any:
     """Return the function of an unpickled copy, behind the same store on disk."""
     memo = MemoizedOnDisk(files, {"loader": function}, _tell)
-    return function if memo.is_over() else CachedFunction(function, memo)
+    return function if memo.is_over() else StandIn(function, CachedFunction(function, memo))
 
 
 def _tell(why: str) -> None:
