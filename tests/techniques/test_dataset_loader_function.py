@@ -103,7 +103,7 @@ def test_a_change_that_only_the_end_of_a_pass_shows_is_said(train: Train) -> Non
     assert ".labels changed during a pass" in said[2]
 
 
-def test_what_a_library_reads_unseen_is_left_alone_whatever_it_is_called(train: Train, tmp_path: Path) -> None:
+def test_what_a_library_reads_unseen_is_left_alone_whatever_it_is_called(train: Train) -> None:
     """`safetensors` reads in Rust, which Python does not hear of."""
     pytest.importorskip("safetensors")
     script = """

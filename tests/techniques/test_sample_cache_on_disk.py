@@ -328,11 +328,10 @@ SPAWNED = """
 def test_a_copy_of_the_dataset_shares_it(run: Run) -> None:
     """As one that is sent to a worker that was not forked."""
     script = f"""{NOT_LOOKED_OVER}{BEGIN}
-    import pickle
+    import pickle; from hasten.data.stand_in import called_by
     loader = DataLoader(Images("images"), 4)
     fit(loader, epochs=1)
     copied = pickle.loads(pickle.dumps(loader.dataset))
-    from hasten.data.stand_in import called_by
     called_by(loader.dataset.loader).memo.flush()
     kinds = [type(called_by(copied.loader)).__name__, torch.equal(copied[3][0], Images("images")[3][0])]
     torch.save({{"kinds": kinds}}, "left.pt")
