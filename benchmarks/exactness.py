@@ -19,6 +19,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -203,7 +204,7 @@ def measure(before: Mapping[str, Any], quick: bool, new: bool, jobs: int, until:
             if not (child := os.fork()):
                 _do(chosen, until, Path(folder))
             children.append(child)
-        failed = [child for child in children if os.waitpid(child, 0)[1]]
+        failed = _failed(children)
         for number, task in enumerate(chosen):
             if (path := Path(folder) / str(number)).exists():
                 found[task.key] = json.loads(path.read_text()) | {"on": datetime.date.today().isoformat()}
@@ -213,6 +214,22 @@ def measure(before: Mapping[str, Any], quick: bool, new: bool, jobs: int, until:
     left_out = [{"kind": task.kind, "training": task.training, "plan": task.plan} for task in missing]
     done = [found[task.key] for task in tasks if task.key in found]
     return {"quick": quick, "machine": where, "rows": done, "not_run": left_out}
+
+
+def _failed(children: list[int]) -> list[int]:
+    """Wait for the jobs, and return those that failed. A Ctrl-C ends them, and what they have found is kept."""
+    failed = []
+    for place, child in enumerate(children):
+        status = None
+        while status is None:
+            try:
+                _, status = os.waitpid(child, 0)
+            except KeyboardInterrupt:
+                for running in children[place:]:
+                    os.kill(running, signal.SIGTERM)
+        if status:
+            failed.append(child)
+    return failed
 
 
 def _do(tasks: list[Task], until: float, folder: Path) -> NoReturn:

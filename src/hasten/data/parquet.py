@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from hasten.data.parquet_columns import Ragged, parts_of
 from hasten.data.parquet_files import LocalFile, files_of
-from hasten.data.parquet_filters import Group, kept_groups
-from hasten.data.parquet_images import ImageError
+from hasten.data.parquet_filters import kept_groups
+from hasten.data.parquet_images import ImageError, import_decoders
 from hasten.data.parquet_order import FileOrder, LaneOrder, places_of
 from hasten.data.permutation import Indices
 from hasten.data.remote.files import PendingRead, RemoteFile
@@ -90,6 +90,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
         self.files: list[Path | str] = [file.place for file in self._files]
         self.transform = transform
         self._images = list(images)
+        if images:
+            import_decoders()
         schema = self._files[0].schema
         self.columns = list(schema.names if columns is None else columns)
         self._check_types(schema, [*self.columns, *images, *(name for names in stack.values() for name in names)])
@@ -252,8 +254,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             loading.coming = None  # cleared first: after an error the next try refetches
             if isinstance(coming, ReadAhead):
                 loading.arrays, coming = coming.arrays(), None
-            arrays = loading.arrays or self._read(self._groups[number], coming)
-            loading.arrays = arrays if self._memory is None else self._memory.put(number, arrays)
+            if loading.arrays is None:
+                loading.arrays = self._read(number, coming)
         finally:
             loading.lock.release()
 
@@ -285,9 +287,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             return file.begin(group.number, self._names)
         self._pool = self._pool or Pool(1, finishes=True)
         size = _bytes_in(file.metadata.row_group(group.number), self._names)
-        return ReadAhead(self._pool, functools.partial(self._read, group), size)
+        return ReadAhead(self._pool, functools.partial(self._read, number), size)
 
-    def _read(self, group: Group, coming: PendingRead | None = None) -> list[Any]:
+    def _read(self, number: int, coming: PendingRead | None = None) -> list[Any]:
+        group = self._groups[number]
         file = self._files[group.file]
         if isinstance(file, RemoteFile):
             table = file.read(group.number, self._names, coming)
@@ -295,7 +298,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             table = file.read(group.number, self._names)
         if group.selected is not None:
             table = table.take(group.selected)
-        return [part.load(table, f"{file}, row group {group.number}") for part in self._parts]
+        where = f"{file}, row group {group.number}"
+        if self._memory is not None:
+            return self._memory.load(number, table, where)
+        return [part.load(table, where) for part in self._parts]
 
     def _check_types(self, schema: Any, names: list[str]) -> None:
         """Raise HastenError if a file lacks a column, or has it with another type than the first file."""

@@ -28,12 +28,12 @@ class Scalars:
         self.stacked = stacked
         self.row_bytes = len(names) * _bytes_of(kind)
 
-    def load(self, table: Any, where: str) -> Any:
-        """Return an array, rows x columns."""
+    def load(self, table: Any, where: str, out: Any = None) -> Any:
+        """Return an array, rows x columns: `out`, if given."""
         columns = [_numbers(table.column(name), name, where) for name in self.names]
         if len(columns) == 1:
-            return np.ascontiguousarray(columns[0]).reshape(-1, 1)
-        rows = np.empty((len(columns[0]), len(columns)), columns[0].dtype)
+            return _put(np.ascontiguousarray(columns[0]).reshape(-1, 1), out)
+        rows = np.empty((len(columns[0]), len(columns)), columns[0].dtype) if out is None else out
         for start in range(0, len(rows), _CHUNK):
             for number, column in enumerate(columns):
                 rows[start : start + _CHUNK, number] = column[start : start + _CHUNK]
@@ -55,11 +55,11 @@ class FixedLists:
         self.length = length
         self.row_bytes = max(1, length) * _bytes_of(kind)
 
-    def load(self, table: Any, where: str) -> Any:
-        """Return an array, rows x list length."""
+    def load(self, table: Any, where: str, out: Any = None) -> Any:
+        """Return an array, rows x list length: `out`, if given."""
         column = table.column(self.name).combine_chunks()
         _no_nulls(column, self.name, where)
-        return _numbers(column.flatten(), self.name, where).reshape(-1, self.length)
+        return _put(_numbers(column.flatten(), self.name, where).reshape(-1, self.length), out)
 
     def gather(self, parts: list[tuple[Any, Any]], places: Any) -> dict[str, Any]:
         """Return the batch's tensor: copy the given rows of each part to their places in the batch."""
@@ -129,12 +129,11 @@ class PassedThrough:
 
 
 def _rows(parts: list[tuple[Any, Any]], places: list[Any]) -> torch.Tensor:
-    if len(parts) == 1:
-        (block, rows), *_ = parts
-        return torch.from_numpy(block.take(rows, axis=0))
     if all(_is_run(rows) for _, rows in parts) and _is_run(np.concatenate(places)):  # in file order
         return torch.from_numpy(np.concatenate([block[rows[0] : rows[-1] + 1] for block, rows in parts]))
     first = parts[0][0]
+    if len(parts) == 1:
+        return torch.from_numpy(first.take(parts[0][1], axis=0))
     values = np.empty((sum(len(rows) for _, rows in parts), *first.shape[1:]), first.dtype)
     if first[:1].nbytes > _LONG_ROW:
         for (block, rows), place in zip(parts, places, strict=True):
@@ -148,6 +147,13 @@ def _rows(parts: list[tuple[Any, Any]], places: list[Any]) -> torch.Tensor:
     order = np.empty(end, np.int64)
     order[np.concatenate(places)] = np.arange(end)
     return torch.from_numpy(values.take(order, axis=0))
+
+
+def _put(array: Any, out: Any) -> Any:
+    if out is None:
+        return array
+    out[...] = array
+    return out
 
 
 def _is_run(numbers: Any) -> bool:

@@ -22,6 +22,21 @@ class ImageError(HastenError, ValueError):
         self.number = number
 
 
+def import_decoders() -> None:
+    """Import what decodes images: once, and not in each forked worker of each epoch.
+
+    Raises:
+        HastenError: Pillow is not installed.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise HastenError(
+            "images are decoded by Pillow, which is not installed", "pip install 'hasten[images]'"
+        ) from None
+    _simplejpeg()
+
+
 def decode(values: list[Any], name: str) -> Any:
     """Return the images as RGB: one uint8 tensor, batch x channels x height x width, or a list if sizes differ.
 

@@ -35,18 +35,25 @@ class RowsInMemory:
         self._lock = threading.Lock()
         self._checked_at = 0.0
 
-    def put(self, number: int, arrays: list[Any]) -> list[Any]:
-        """Copy a row group's arrays, and return the copies."""
+    def load(self, number: int, table: Any, where: str) -> list[Any]:
+        """Load a row group's columns, and return its part of each array.
+
+        Args:
+            number: Number of the row group.
+            table: Its columns.
+            where: Its name, for messages.
+        """
         with self._lock:
-            self._arrays = self._arrays or [np.empty((self._ends[-1], *one.shape[1:]), one.dtype) for one in arrays]
-        end = self._ends[number]
-        copies = [whole[end - len(one) : end] for whole, one in zip(self._arrays, arrays, strict=True)]
-        for copy, one in zip(copies, arrays, strict=True):
-            copy[...] = one
+            if not self._arrays:  # only an array that was loaded tells shape and type
+                loaded = [part.load(table, where) for part in self._parts]
+                self._arrays = [np.empty((self._ends[-1], *one.shape[1:]), one.dtype) for one in loaded]
+        end, rows = self._ends[number], table.num_rows
+        places = [whole[end - rows : end] for whole in self._arrays]
+        arrays = [part.load(table, where, place) for part, place in zip(self._parts, places, strict=True)]
         with self._lock:
             self._missing.discard(number)
             self.is_complete = not self._missing
-        return copies
+        return arrays
 
     def gather(self, rows: Indices) -> dict[str, Any]:
         """Return a batch of these rows, in their order."""
