@@ -77,7 +77,11 @@ def main() -> None:
             rest = sum(1 for _ in iterator)
             assert rest == 3 * options.workers - 1
             whole[name].append(time.perf_counter() - began)
-    results: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, **vars(options)}
+    results: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: value for name, value in vars(options).items() if name != "json"},
+    }
     for name in sides:
         results[name] = {}
         for what, taken in (("first batch", first), ("epoch", whole)):

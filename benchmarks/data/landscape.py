@@ -10,7 +10,7 @@ start is in it; what counts is the ratio of neighbours.
 
     torch             DataLoader over the files, as theirs
     hasten            hasten.data.DataLoader over the same files; workers are processes
-    hasten, Parquet   ParquetDataset over the JPEGs in one file; flips and normalises whole batches; workers are threads
+    hasten, Parquet   ParquetDataset over the JPEGs in one file; flips and normalises whole batches
     webdataset        the JPEGs in tar files, where webdataset is installed; a buffer of 1,000 is shuffled
 
 All but webdataset shuffle the whole epoch (of Parquet: rows of 16 row groups). An epoch of each side, before the clock

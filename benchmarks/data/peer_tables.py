@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 KINDS = ("images", "tabular", "tokens")
 COLUMNS = [f"f{number}" for number in range(32)]
-IMAGES = 10_000
+IMAGES = 50_000
 _GROUPS = 64
 
 

@@ -3,7 +3,7 @@
     pip install -r benchmarks/data/requirements-peers.txt
     python benchmarks/data/peers.py --cifar ../shared/data/cifar10-train.parquet --out benchmarks/results/peers.json
 
-Kinds: CIFAR-10 as JPEG in Parquet (10,000 of it), a table of 2,000,000 x 32 float32, and 20,000 x 512 int32. A side is
+Kinds: CIFAR-10 as JPEG in Parquet, a table of 2,000,000 x 32 float32, and 20,000 x 512 int32. A side is
 a process of its own, which imports and converts before the clock runs and then waits. Sides are asked in turn, round by
 round, each for a shuffled epoch or as much of it as `--seconds` allow, its start included. All give batches of 256 as
 tensors, and decode by simplejpeg (torch's plain one by Pillow), so that loaders are compared. A peer that is not
