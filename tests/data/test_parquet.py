@@ -338,3 +338,10 @@ def test_very_small_images_are_decoded_in_processes(tmp_path, pixels, workers):
     assert loader.workers == data.best_workers == workers
     threads = DataLoader(data, 4, num_workers=2, shuffle=True, workers="thread")
     assert all(torch.equal(a["image"], b["image"]) for a, b in zip(loader, threads, strict=True))
+
+
+def test_a_transform_that_may_use_the_gpu_stays_in_this_process(tmp_path, monkeypatch):
+    path = write(tmp_path, rows=20, image=[jpeg(number) for number in range(20)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert ParquetDataset(path, images=["image"], transform=lambda batch: batch).best_workers == "thread"
+    assert ParquetDataset(path, images=["image"]).best_workers == "process"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from hasten.data.parquet_columns import Ragged, parts_of
@@ -138,8 +139,10 @@ class ParquetDataset(Dataset[dict[str, Any]]):
     @property
     def best_workers(self) -> Literal["process", "thread"]:
         """What makes a loader's batches fastest."""
-        # Each process reads whole row groups: from a server, every one of them would fetch all bytes.
-        if self._images and self._reader is None and _forks():
+        # Each process reads whole row groups: from a server, every one of them would fetch all bytes. A transform may
+        # use the GPU, which a forked process cannot.
+        computes = self.transform is not None and torch.cuda.is_available()
+        if self._images and self._reader is None and _forks() and not computes:
             rows = sum(file.metadata.num_rows for file in self._files)
             if sum(self._group_sizes(self._images)) <= _SMALL_IMAGE * len(self._images) * rows:
                 return "process"
