@@ -58,6 +58,17 @@ def test_what_fits_is_read_once(file, workers, fits, monkeypatch):
     assert (read_from_disk(loader) < 0.2 * size) is fits
 
 
+def test_a_rank_reads_each_row_group_once_in_all_epochs(file):
+    """It reads other ones in each epoch, and few are open at a time."""
+    data = ParquetDataset(file, window=2, **COLUMNS)
+    loader = DataLoader(data, 20, shuffle=True, rank=1, world_size=2)
+    read = [read_from_disk(loader) for _ in range(12)]
+    size = file.stat().st_size
+    assert 0.3 * size < read[0] < 0.8 * size
+    assert sum(read) < 1.2 * size
+    assert max(read[-3:]) < 0.02 * size
+
+
 def batches(data, workers, epochs=3, **options):
     loader = DataLoader(data, 30, num_workers=workers, seed=7, **options)
     return [batch for _ in range(epochs) for batch in loader]

@@ -257,6 +257,8 @@ class ParquetDataset(Dataset[dict[str, Any]]):
             loading.coming = None  # cleared first: after an error the next try refetches
             if isinstance(coming, ReadAhead):
                 loading.arrays, coming = coming.arrays(), None
+            if loading.arrays is None and self._memory is not None and self._memory.holds(number):
+                loading.arrays = self._memory.part(number)  # closed meanwhile, since others were opened
             if loading.arrays is None:
                 loading.arrays = self._read(number, coming)
         finally:
@@ -272,7 +274,7 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                 loading = self._open.get(number)
                 if loading is None:
                     loading = self._open[number] = _Loading()
-                    loading.coming = self._ahead.take(number, self._open.__contains__)
+                    loading.coming = self._ahead.take(number, self._is_here)
                     if loading.coming is None and isinstance(self._files[self._groups[number].file], RemoteFile):
                         loading.coming = self._begin(number)
                     while len(self._open) > 2 * self.window + 1:
@@ -281,6 +283,9 @@ class ParquetDataset(Dataset[dict[str, Any]]):
                     self._open.move_to_end(number)
                 prepared.append(loading)
         return prepared
+
+    def _is_here(self, number: int) -> bool:
+        return number in self._open or (self._memory is not None and self._memory.holds(number))
 
     def _begin(self, number: int) -> PendingRead | ReadAhead:
         """Request a row group of a remote file, or let a thread read one of a local file."""

@@ -29,11 +29,21 @@ class RowsInMemory:
         self.is_complete = False
         self._files = files
         self._parts = parts
+        self._sizes = sizes.tolist()
         self._ends = np.cumsum(sizes).tolist()
         self._arrays: list[Any] = []
         self._missing = set(range(len(sizes)))
         self._lock = threading.Lock()
         self._checked_at = 0.0
+
+    def holds(self, number: int) -> bool:
+        """Return whether a row group was loaded."""
+        return number not in self._missing
+
+    def part(self, number: int) -> list[Any]:
+        """Return a row group's part of each array."""
+        end = self._ends[number]
+        return [whole[end - self._sizes[number] : end] for whole in self._arrays]
 
     def load(self, number: int, table: Any, where: str) -> list[Any]:
         """Load a row group's columns, and return its part of each array.
@@ -47,9 +57,9 @@ class RowsInMemory:
             if not self._arrays:  # only an array that was loaded tells shape and type
                 loaded = [part.load(table, where) for part in self._parts]
                 self._arrays = [np.empty((self._ends[-1], *one.shape[1:]), one.dtype) for one in loaded]
-        end, rows = self._ends[number], table.num_rows
-        places = [whole[end - rows : end] for whole in self._arrays]
-        arrays = [part.load(table, where, place) for part, place in zip(self._parts, places, strict=True)]
+        arrays = self.part(number)
+        for part, array in zip(self._parts, arrays, strict=True):
+            part.load(table, where, array)
         with self._lock:
             self._missing.discard(number)
             self.is_complete = not self._missing
