@@ -164,8 +164,11 @@ def test_a_driver_that_fails_means_no_gpus_and_is_said() -> None:
 
 
 def test_gpus_are_a_part_of_use() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.6)"]) as process:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as process:
         sampler = Sampler(process.pid, Gpus(Nvml()), interval=0.05)
+        while (seen := sampler.use(0.0, process.pid)) is None or len(seen.at) < 5:
+            time.sleep(0.05)
+        process.kill()
         process.wait()
         sampler.stop()
     use = sampler.use(0.0, process.pid)

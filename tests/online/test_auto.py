@@ -188,8 +188,8 @@ def test_compiling_that_makes_steps_slower_is_off_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("epochs", [None, 80])
 def test_nothing_is_compiled_where_it_may_not_pay(tmp_path: Path, epochs: int | None) -> None:
     """The training's length is not known, or it is over in a minute or so."""
-    script(tmp_path, "planted('helps', -0.01)", COMPILES.format(change=-0.006), steps=100)
-    done = tuned(tmp_path, 4.0, epochs)
+    script(tmp_path, "planted('helps', -0.012)", COMPILES.format(change=-0.006), steps=100)
+    done = tuned(tmp_path, 8.0, epochs)
     assert (done.code, done.out) == (0, "on at the end: ['helps']\n"), done.err
     assert not any("compiles" in on for on in schedule(tmp_path))
 
