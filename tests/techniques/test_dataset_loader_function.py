@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.techniques.conftest import Train, identical
-from tests.techniques.test_sample_cache import IMAGES, NOT_LOOKED_OVER
+from tests.techniques.test_sample_cache import IMAGES, NOT_LOOKED_OVER, compared
 
 # What a script does with the object that is its dataset's `loader`.
 WITH_THE_LOADER = {
@@ -125,3 +125,18 @@ def test_what_a_library_reads_unseen_is_left_alone_whatever_it_is_called(train: 
         plain, changed = train(IMAGES + own), train(IMAGES + own, sample_cache="samples")
         assert plain.left == changed.left
         assert "left alone" in changed.installed["sample_cache"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "reads"),
+    [("torch.set_float32_matmul_precision(['medium', 'highest'][epoch % 2])", 12), ("np.seterr(invalid='raise')", 24)],
+)
+def test_a_setting_of_a_library_empties_the_cache_but_not_one_that_a_search_switches(
+    train: Train, setting: str, reads: int
+) -> None:
+    script = f"""
+    {NOT_LOOKED_OVER}
+    def between(epoch): {setting}
+    fit([DataLoader(Images('images', augment=False), batch_size=4, shuffle=True)], epochs=4, between=between)
+    """
+    assert compared(train, script, "samples") == (48, reads)

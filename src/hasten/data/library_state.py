@@ -44,12 +44,19 @@ def settings_of_libraries() -> tuple[Any, ...]:
 
 def library_state() -> tuple[Any, ...]:
     """Return everything in this process that a sample's values depend on, apart from its dataset, as plain values."""
-    import numpy
     import torch
 
     machine = this_machine()
+    precision = torch.get_float32_matmul_precision()
+    return platform.system(), machine.cpu, machine.cpu_flags, versions(), precision, state_of_libraries()
+
+
+def state_of_libraries() -> tuple[Any, ...]:
+    """Return what a script may set of its libraries while it runs, without what techniques switch during a search."""
+    import numpy
+    import torch
+
     of_torch = (
-        torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         getattr(torch.backends.mkldnn, "enabled", None),
         torch.get_default_device().type,
@@ -66,8 +73,7 @@ def library_state() -> tuple[Any, ...]:
     decimals = (context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp)
     variables = tuple((name, os.environ.get(name)) for name in _VARIABLES)
     attributes = tuple(zip(_ATTRIBUTES, map(repr, settings_of_libraries()), strict=True))
-    of_libraries = of_torch, errors, texts, decimals
-    return platform.system(), machine.cpu, machine.cpu_flags, versions(), of_libraries, variables, attributes
+    return of_torch, errors, texts, decimals, variables, attributes
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hasten.data import SampleStore
 from hasten.data.determinism import why_it_draws, why_not_deterministic
 from hasten.data.disk_store import DiskStore
-from hasten.data.library_state import library_state, settings_of_libraries
+from hasten.data.library_state import settings_of_libraries, state_of_libraries
 from hasten.data.object_cache import ObjectCache, copy_of
 from hasten.data.opened_files import changed_file, hear_again, opened
 from hasten.data.round_trip import why_no_round_trip
@@ -182,14 +182,14 @@ class Memoized:
 
     def _start(self) -> None:
         self._snapshot = Snapshot(self._roots)
-        self._libraries = library_state()
+        self._libraries = state_of_libraries()
         self._ready.clear()
         self._state = self._new_state()
 
     def _changed_at_all(self) -> str:
         if change := self._snapshot.changed_at_all():
             return change
-        return "a setting of a library" if library_state() != self._libraries else ""
+        return "a setting of a library" if state_of_libraries() != self._libraries else ""
 
     def _new_state(self) -> str:
         """Return a unique name for the present state of what samples depend on."""
