@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,27 +11,15 @@ from hypothesis import strategies as st
 
 from hasten.data import DataLoader, ParquetDataset
 from hasten.errors import HastenError
+from tests.data.rows import COLUMNS, write_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-COLUMNS = {"columns": ["id", "flag", "vector"], "stack": {"features": ["x", "y"]}}
-ROWS = 2000
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    ids = np.arange(ROWS)
-    table = {
-        "id": ids,
-        "x": (ids * 0.5).astype(np.float32),
-        "y": (ids * 2.0).astype(np.float32),
-        "flag": ids % 2 == 0,
-        "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 300).astype(np.int32)), 300),
-    }
-    path = tmp_path_factory.mktemp("rows") / "a.parquet"
-    pq.write_table(pa.table(table), path, row_group_size=250)
-    return path
+    return write_rows(tmp_path_factory.mktemp("rows"))
 
 
 def alone(data, batch):

@@ -12,28 +12,15 @@ import pytest
 import torch
 
 from hasten.data import DataLoader, ParquetDataset, parquet, rows_in_memory
+from tests.data.rows import COLUMNS, ROW, ROWS, write_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-COLUMNS = {"columns": ["id", "flag", "vector"], "stack": {"features": ["x", "y"]}}
-ROWS = 2000
-ROW = 8 + 4 + 4 + 1 + 4 * 300  # bytes
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    ids = np.arange(ROWS)
-    table = {
-        "id": ids,
-        "x": (ids * 0.5).astype(np.float32),
-        "y": (ids * 2.0).astype(np.float32),
-        "flag": ids % 2 == 0,
-        "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 300).astype(np.int32)), 300),
-    }
-    path = tmp_path_factory.mktemp("rows") / "a.parquet"
-    pq.write_table(pa.table(table), path, row_group_size=250)
-    return path
+    return write_rows(tmp_path_factory.mktemp("rows"))
 
 
 def read_from_disk(loader):

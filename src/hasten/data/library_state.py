@@ -35,11 +35,16 @@ _ATTRIBUTES = {
     "torchvision._image_backend": "PIL",
     "torchvision._video_backend": "pyav",
 }
+# Module, attribute, usual value: they are asked for with each sample.
+_PLACES: list[tuple[str, str, Any]] = [
+    (name.rpartition(".")[0], name.rpartition(".")[2], usual) for name, usual in _ATTRIBUTES.items()
+]
 
 
 def settings_of_libraries() -> tuple[Any, ...]:
     """Return the settings that a script may change for some samples, of the libraries that it has imported."""
-    return tuple([_attribute(name, usual) for name, usual in _ATTRIBUTES.items()])
+    modules = sys.modules
+    return tuple([getattr(modules.get(module), attribute, usual) for module, attribute, usual in _PLACES])
 
 
 def library_state() -> tuple[Any, ...]:
@@ -87,11 +92,6 @@ def versions() -> tuple[tuple[str, str], ...]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return tuple(installed)
-
-
-def _attribute(name: str, usual: Any) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(sys.modules.get(module), attribute, usual)
 
 
 def replaced_in_libraries() -> str:
