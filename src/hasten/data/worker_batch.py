@@ -17,10 +17,8 @@ from hasten.data.snapshot import Snapshot, random_states
 
 END = "end"  # a task: report what a full comparison finds changed
 # Inputs of samples that the training may change in its own process, unseen by snapshots; not those that are much used
-# and seldom change, such as whether a file exists.
-_ELSEWHERE = words(
-    "environ environb getenv getenvb sqlite3 from_file safetensors safe_open get_num_threads initial_seed"
-)
+# and seldom change during a pass: whether a file exists, and files that native code reads.
+_ELSEWHERE = words("environ environb getenv getenvb sqlite3 from_file get_num_threads initial_seed")
 _SHM_HINT = "docker run --shm-size=8g enlarges it"
 
 
